@@ -1,0 +1,29 @@
+# Both commands of the README set everything up by themselves: only Python and make are needed.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: quickstart test lint sweep clean
+
+quickstart: $(READY)
+	$(BIN)/timm-knapsack quickstart
+
+test: $(READY) lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+# Every timm family through trace, prune, oracle, round trip: writes benchmarks/coverage.csv and docs/coverage.md.
+sweep: $(READY)
+	$(BIN)/python benchmarks/coverage.py $(if $(MODELS),--models $(MODELS))
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/timm-knapsack doctor --fix
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,47 @@
+"""Lets torchvision's Python half, and so timm, be imported beside a torch that lacks its compiled operators.
+
+A CUDA build of torchvision next to a CPU build of torch fails at import with ``operator torchvision::nms does not
+exist``. Nothing in timm calls these operators, but torchvision registers fake kernels for them while it is imported.
+Declaring their schemas first is enough. Where the compiled operators load, this module does nothing.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+OPERATORS = ("nms", "qnms")
+
+_declared = []  # torch.library.Library objects: the schemas live as long as these do
+
+
+def operators_are_missing() -> bool:
+    """True if torchvision is installed but its compiled library can't be loaded beside this torch."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return False
+    import torch
+
+    for library in Path(spec.origin).parent.glob("_C*.so"):
+        try:
+            torch.ops.load_library(str(library))
+            return False
+        except OSError:
+            continue
+    return True
+
+
+def declare_missing_operators() -> bool:
+    """Declare the schemas that torchvision expects; True if any had to be declared."""
+    if _declared:
+        return True
+    if "torchvision" in sys.modules or not operators_are_missing():
+        return False
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in OPERATORS:
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(name + SCHEMA)
+    _declared.append(library)
+    return True
