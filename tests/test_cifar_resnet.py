@@ -1,6 +1,7 @@
 """The CIFAR ResNets are ordinary timm models, compute what He et al. describe, and work at any channel width."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_features_only_equals_forward_intermediates(model, images, feature_cls):
     features = timm.create_model("cifar_resnet20", features_only=True, feature_cls=feature_cls).eval()
     state = model.state_dict()
     for key, value in features.state_dict().items():
-        value.copy_(state[key.removeprefix("model.").removeprefix("graph_module.")])
+        value.copy_(state[re.sub(r"^(model|graph_module|body)\.", "", key)])
     outputs = features(images)
     outputs = list(outputs.values()) if isinstance(outputs, dict) else outputs
     final, intermediates = model.forward_intermediates(images)
