@@ -1,0 +1,134 @@
+"""From labels to units: which labels live and die together, and which may not go at all."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .labels import Labels, Split
+
+
+@dataclass
+class Coupling:
+    """The result: a component for every label, and for frozen components the reason."""
+
+    component: np.ndarray  # [labels]
+    frozen: np.ndarray  # bool [components]
+    reason: dict[int, str]  # component → why it is frozen
+    mixed: np.ndarray  # bool [components]: a norm or softmax runs across these channels
+
+
+def couple(labels: Labels) -> Coupling:
+    """Solve all ties at once, then decide for each split which of its axes carries the channels."""
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
+
+    if labels.ties:
+        rows = np.concatenate([a for a, _ in labels.ties])
+        columns = np.concatenate([b for _, b in labels.ties])
+    else:
+        rows = columns = np.zeros(0, dtype=np.int64)
+    graph = coo_matrix((np.ones(rows.size, dtype=np.int8), (rows, columns)), shape=(labels.count, labels.count))
+    count, component = connected_components(graph, directed=False)
+    forest = _Forest(count, component)
+    for frozen, reason in labels.frozen:
+        forest.freeze(frozen, reason)
+    for mixed in labels.mixed:
+        forest.mixed[component[mixed]] = True
+    for heads in labels.heads:
+        forest.heads[component[heads]] = True
+    pending = list(labels.splits)
+    # A split with one possible carrier decides for others that share its axes: take those first, again and again.
+    while pending:
+        open_splits = []
+        for split in pending:
+            carriers = [axis for axis in split.axes if not forest.is_frozen(axis.labels).all()]
+            if len(carriers) > 1 and not forest.is_frozen(split.flat).all():
+                open_splits.append(split)
+            else:
+                forest.settle(split, carriers[0] if carriers else None)
+        if len(open_splits) == len(pending):
+            best = open_splits.pop(0)
+            forest.settle(best, forest.preferred(best))
+        pending = open_splits
+    root = forest.roots(np.arange(count))
+    return Coupling(root[component], forest.frozen, forest.reason, forest.mixed)
+
+
+class _Forest:
+    """Union-find over components, with what is known of each."""
+
+    def __init__(self, count: int, component: np.ndarray):
+        self.parent = np.arange(count)
+        self.component = component
+        self.frozen = np.zeros(count, dtype=bool)
+        self.mixed = np.zeros(count, dtype=bool)
+        self.heads = np.zeros(count, dtype=bool)
+        self.reason: dict[int, str] = {}
+
+    def roots(self, ids: np.ndarray) -> np.ndarray:
+        while True:
+            above = self.parent[ids]
+            if np.array_equal(above, ids):
+                return ids
+            ids = self.parent[above]
+
+    def root_of(self, labels: np.ndarray) -> np.ndarray:
+        return self.roots(self.component[labels])
+
+    def is_frozen(self, labels: np.ndarray) -> np.ndarray:
+        return self.frozen[self.root_of(labels)]
+
+    def freeze(self, labels: np.ndarray, reason: str) -> None:
+        for root in np.unique(self.root_of(labels)).tolist():
+            self.frozen[root] = True
+            self.reason.setdefault(root, reason)
+
+    def union(self, a: np.ndarray, b: np.ndarray) -> None:
+        for x, y in zip(self.root_of(a).tolist(), self.root_of(b).tolist(), strict=True):
+            x, y = self._root(x), self._root(y)
+            if x == y:
+                continue
+            if y < x:
+                x, y = y, x
+            self.parent[y] = x
+            self.mixed[x] |= self.mixed[y]
+            self.heads[x] |= self.heads[y]
+            if self.frozen[y]:
+                self.frozen[x] = True
+                self.reason.setdefault(x, self.reason[y])
+
+    def _root(self, x: int) -> int:
+        while self.parent[x] != x:
+            self.parent[x] = x = self.parent[self.parent[x]]
+        return x
+
+    def preferred(self, split: Split):
+        """Heads where there are heads; else the axis that leaves the most units, the later one in a tie."""
+        sizes = [axis.size for axis in split.axes]
+        flat = self.root_of(split.flat).reshape(sizes)
+
+        def rank(position: int):
+            axis = split.axes[position]
+            roots = self.root_of(axis.labels)
+            alive = roots[~self.frozen[roots]]
+            # Units left if this axis carries: indices whose whole run of labels is free, counted once each.
+            runs = np.moveaxis(flat, position, 0).reshape(sizes[position], -1)
+            joined = len(np.unique(np.stack([runs.min(axis=1), roots]), axis=1).T) if alive.size else 0
+            return (bool(self.heads[roots].any()), not self.mixed[roots].any(), joined * (alive.size > 0), position)
+
+        candidates = [i for i, axis in enumerate(split.axes) if not self.is_frozen(axis.labels).all()]
+        return split.axes[max(candidates, key=rank)]
+
+    def settle(self, split: Split, carrier) -> None:
+        """Tie the flat labels to the carrier's, and freeze the other axes."""
+        if carrier is None:
+            first = self.root_of(split.axes[0].labels)
+            self.freeze(split.flat, self.reason.get(int(first[0]), f"none of its parts may shrink ({split.place})"))
+            return
+        position = next(i for i, axis in enumerate(split.axes) if axis is carrier)
+        sizes = [axis.size for axis in split.axes]
+        runs = np.moveaxis(split.flat.reshape(sizes), position, 0).reshape(carrier.size, -1)
+        self.union(np.repeat(carrier.labels, runs.shape[1]), runs.reshape(-1))
+        for axis in split.axes:
+            if axis is not carrier:
+                self.freeze(axis.labels, f"its channels are counted by another dim ({split.place})")
