@@ -16,10 +16,13 @@ from .errors import ChannelConfigError
 # Attributes that count something other than channels and heads, even where the numbers happen to agree.
 NOT_CHANNELS = re.compile(
     r"window|patch|kernel|stride|dilat|img|image|grid|ratio|scale|depth|block|pool|radix|level|layers|drop|eps|seq|"
-    r"resolution|token|prefix|shift|area|axis|ndim|num_classes|in_chans|training|momentum|padding|reduction|expan|"
+    r"resolution|token|prefix|shift|area|axis|ndim|num_classes|in_chans|training|momentum|padding|reduction|expansion|"
     r"reg_|cls|len|iter|step|temperature|base|freq|theta|index|num_paths|num_parallel|cardinality_?$|"
     r"^out_indices|^ws$|^sr_|^input_size$|^output_size$|halo|^rank$|^q_stride"
 )
+
+# Attributes that count attention heads, and nothing else.
+COUNTS_HEADS = re.compile(r"^(?!.*(dim|width|channels|features|size)).*head|^nh$|^n_?h(ead)?s?$|^bias_shape$")
 
 # Layers whose numbers are read off their weights: class → {attribute: (parameter, dim)}.
 LAYER_SHAPES: dict[type, dict[str, tuple[str, int]]] = {
@@ -33,10 +36,15 @@ LAYER_SHAPES: dict[type, dict[str, tuple[str, int]]] = {
 }
 
 
-def holders(module: nn.Module, size: int, names: tuple[str, ...] = ()) -> Iterator[str]:
-    """Paths of the module's attributes that hold this number: ``num_heads``, ``split_sizes.0``."""
+def holders(module: nn.Module, size: int, names: tuple[str, ...] = (), heads: bool = False) -> Iterator[str]:
+    """Paths of the module's attributes that hold this number: ``num_heads``, ``split_sizes.0``.
+
+    ``heads`` says that the number counts attention heads: only an attribute named so can hold it, and no other.
+    """
     for name, value in vars(module).items():
-        if name.startswith("_") or (names and name not in names) or (not names and NOT_CHANNELS.search(name)):
+        if name.startswith("_") or (names and name not in names):
+            continue
+        if not names and (NOT_CHANNELS.search(name) or bool(COUNTS_HEADS.search(name)) != heads):
             continue
         yield from _paths(name, value, size)
 

@@ -1,6 +1,5 @@
 """find_channel_groups: one trace → coupled channel groups, and what is frozen, with why."""
 
-import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from .attributes import holders, is_standard_layer
 from .coupling import Coupling, couple
 from .errors import KeepError, TraceError
-from .labels import Axis, Labels
-from .tracing import Trace, copy_with, example_input, inputs_like, named_tensors, on_meta
+from .labels import Axis, Labels, Use
+from .tracing import Trace, copy_with, example_input, inputs_like, named_tensors, on_meta, run_trace
 
 
 @dataclass(frozen=True)
@@ -182,17 +181,21 @@ def find_channel_groups(model: nn.Module, example_inputs=None, *, verify: bool =
         raise TraceError(f"the model is spread over {', '.join(sorted(devices))}; move it to one device first: model.to(…)")
     if example_inputs is None:
         example_inputs = torch.empty(example_input(model), device="meta")
-    trace, shadow, inputs = _traced(model, example_inputs)
-    groups = _groups_of(model, shadow, trace, inputs)
-    return _verified(groups, shadow, inputs) if verify else groups
+    shadow, inputs, trace = _shadow(model, example_inputs)
+    groups = groups_of(model, shadow, trace, inputs)
+    if not verify:
+        return groups
+    from .dry_run import verified
+
+    return verified(groups, model, shadow, inputs, trace)
 
 
-def _traced(model: nn.Module, example_inputs) -> tuple[Trace, nn.Module, tuple]:
-    """Trace on the meta device; with real tensors where the model asks for values."""
+def _shadow(model: nn.Module, example_inputs) -> tuple[nn.Module, tuple, Trace]:
+    """A copy to run in the model's place: on the meta device, or with real tensors where the model asks for values."""
     try:
         shadow = on_meta(model)
         inputs = inputs_like(example_inputs, "meta")
-        return _run(shadow, inputs), shadow, inputs
+        return shadow, inputs, run_trace(shadow, inputs)
     except Exception as error:
         if isinstance(error, TraceError):
             raise
@@ -203,103 +206,15 @@ def _traced(model: nn.Module, example_inputs) -> tuple[Trace, nn.Module, tuple]:
         shadow = copy_with(model, lambda _, t: torch.zeros_like(t, device=device) if t.is_meta else t).eval()
         inputs = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
         inputs = tuple(torch.zeros_like(x, device=device) if x.is_meta else x.to(device) for x in inputs)
-        return _run(shadow, inputs), shadow, inputs
+        return shadow, inputs, run_trace(shadow, inputs)
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} can't be run on {_shapes(inputs_like(example_inputs, 'meta'))}: "
-            f"{_first_line(error)} (on the meta device: {_first_line(on_meta_error)})"
+            f"{first_line(error)} (on the meta device: {first_line(on_meta_error)})"
         ) from error
 
 
-def _run(model: nn.Module, inputs: tuple) -> Trace:
-    trace = Trace(model)
-    labels = trace.labels
-    for x in inputs:
-        if isinstance(x, Tensor):
-            from .channel_rules import plain
-
-            layout = plain(x.shape)
-            if x.dim() >= 2 and x.shape[1] > 1:
-                axis = Axis(x.shape[1], labels.new(x.shape[1]))
-                layout.dims[1] = (axis,)
-                labels.frozen.append((axis.labels, "the model's input"))
-            trace.set_layout(x, layout)
-    features = {}
-    info = [*feature_entries(model)]
-    wanted = {module for _, module, _ in info}
-    handles = []
-    for name, module in model.named_modules():
-        if name in wanted:
-            handles.append(module.register_forward_hook(lambda m, i, y, n=name: features.__setitem__((n, "out"), y)))
-            handles.append(
-                module.register_forward_pre_hook(lambda m, i, n=name: features.__setitem__((n, "in"), i[0]) if i else None)
-            )
-    inner = getattr(model, "forward_features", None)
-    if callable(inner) and "forward_features" not in vars(model):
-
-        def remember(*args, **kwargs):
-            features["", "features"] = result = inner(*args, **kwargs)
-            return result
-
-        model.forward_features = remember
-    try:
-        with torch.no_grad(), trace.following_modules(), trace:
-            output = model(*inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-        vars(model).pop("forward_features", None)
-    for tensor in trace.tensors((output,), {}):
-        for dim in trace(tensor).dims:
-            for axis in dim:
-                if axis.labels is not None:
-                    labels.frozen.append((axis.labels, "the model's output"))
-    _note_model_attributes(model, trace, info, features)
-    return trace
-
-
-def feature_entries(model: nn.Module) -> Iterator[tuple[int, str, str]]:
-    """(position, module, hook side) of each entry of a timm model's feature_info."""
-    info = getattr(model, "feature_info", None)
-    entries = getattr(info, "info", info)
-    if isinstance(entries, (list, tuple)):
-        for i, entry in enumerate(entries):
-            if isinstance(entry, dict) and type(entry.get("num_chs")) is int and entry.get("module"):
-                yield i, entry["module"], "in" if entry.get("hook_type") == "forward_pre" else "out"
-
-
-def _note_model_attributes(model: nn.Module, trace: Trace, info, features) -> None:
-    """timm's numbers about the whole model: num_features, head_hidden_size, feature_info."""
-    labels = trace.labels
-    labels.module = ""
-
-    def channels(tensor, size):
-        if isinstance(tensor, (tuple, list)):
-            tensor = tensor[-1] if tensor else None
-        if not isinstance(tensor, Tensor):
-            return None
-        dims = trace(tensor).dims
-        order = [1, -1, *range(len(dims))] if len(dims) == 4 else [-1, 1, *range(len(dims))]
-        fitting = [dims[d] for d in order if -len(dims) <= d < len(dims) and tensor.shape[d] == size]
-        return next((dim for dim in fitting if any(axis.labels is not None for axis in dim)), None)
-
-    entries = getattr(model.feature_info, "info", model.feature_info) if info else []
-    for i, module, side in info:
-        dim = channels(features.get((module, side)), entries[i]["num_chs"])
-        if dim is not None:
-            labels.use(entries[i]["num_chs"], dim, f"feature_info.{i}.num_chs")
-    for name in ("num_features", "embed_dim"):
-        size = vars(model).get(name)
-        dim = channels(features.get(("", "features")), size) if type(size) is int else None
-        if dim is not None:
-            labels.use(size, dim, name)
-    hidden = vars(model).get("head_hidden_size")
-    classifier = getattr(model, "get_classifier", lambda: None)()
-    if isinstance(classifier, (nn.Linear, nn.Conv2d)) and type(hidden) is int and classifier.weight.shape[1] == hidden:
-        labels.use(hidden, trace(classifier.weight).dims[1], "head_hidden_size")
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text}"[:300]
 
@@ -326,7 +241,7 @@ class _Columns:
         return self._numbers[key]
 
 
-def _groups_of(model: nn.Module, shadow: nn.Module, trace: Trace, inputs: tuple) -> ChannelGroups:
+def groups_of(model: nn.Module, shadow: nn.Module, trace: Trace, inputs: tuple) -> ChannelGroups:
     labels = trace.labels
     coupling = couple(labels)
     tensors = dict(named_tensors(shadow))
@@ -337,7 +252,7 @@ def _groups_of(model: nn.Module, shadow: nn.Module, trace: Trace, inputs: tuple)
         columns.number(np.arange(first, first + tensors[name].shape[dim]))
     terms = [(term, [columns.number(a) for a in term.axes]) for term in labels.terms]
     uses = list(labels.uses) + list(_own_parameter_uses(shadow, trace, columns, owners))
-    bound = _bindings(shadow, uses, columns)
+    bound = _bindings(shadow, uses, columns, coupling)
 
     # An entry is one label in one column; a unit's signature is how often it stands in which column.
     sizes = np.array([column.size for column in columns.labels])
@@ -374,14 +289,14 @@ def _groups_of(model: nn.Module, shadow: nn.Module, trace: Trace, inputs: tuple)
     return ChannelGroups(
         groups=groups,
         frozen=_frozen_layers(tensors, trace, labels, coupling, roles, owners),
-        terms=tuple(_fold(CostTerm, (t.module,), t.constant, [counts[c] for c in cols]) for t, cols in terms),
+        terms=tuple(fold(CostTerm, (t.module,), t.constant, [counts[c] for c in cols]) for t, cols in terms),
         attributes=tuple(_attributes(bound, counts)),
         shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
         input_shape=tuple(inputs[0].shape) if inputs and isinstance(inputs[0], Tensor) else None,
     )
 
 
-def _fold(kind, key, constant, counts):
+def fold(kind, key, constant, counts):
     """Counts that no group can change are part of the constant."""
     for count in counts:
         constant *= 1 if count.units else count.fixed
@@ -478,8 +393,6 @@ def _frozen_layers(tensors, trace, labels, coupling, roles, owners) -> dict[str,
 
 def _own_parameter_uses(shadow, trace, columns, owners):
     """A module's numbers may also be the sizes of its own parameters."""
-    from .labels import Use
-
     number = {owner: i for i, owner in enumerate(owners)}
     for module_name, module in shadow.named_modules():
         if is_standard_layer(module):
@@ -491,7 +404,7 @@ def _own_parameter_uses(shadow, trace, columns, owners):
                     yield Use(module_name, size, (Axis(size, columns.labels[number[full, dim]]),))
 
 
-def _bindings(shadow, uses, columns) -> dict[tuple[str, str], list[tuple[int, list[int]]]]:
+def _bindings(shadow, uses, columns, coupling: Coupling) -> dict[tuple[str, str], list[tuple[int, list[int]]]]:
     """(module, attribute) → what it may count, the surest first."""
     modules = dict(shadow.named_modules())
     found = defaultdict(list)
@@ -507,92 +420,16 @@ def _bindings(shadow, uses, columns) -> dict[tuple[str, str], list[tuple[int, li
             else:
                 numbers.append(columns.number(axis.labels))
         dotted = [name for name in use.names if "." in name]
-        for path in dotted or holders(module, use.size, use.names):
+        first = use.axes[0].labels
+        heads = len(use.axes) == 1 and first is not None and bool(coupling.heads[coupling.component[first[0]]])
+        for path in dotted or holders(module, use.size, use.names, heads):
             found[use.module, path].append((constant, numbers))
     return found
 
 
 def _attributes(bound, counts) -> Iterator[Attribute]:
     for key, candidates in bound.items():
-        folded = (_fold(Attribute, key, constant, [counts[c] for c in cols]) for constant, cols in candidates)
+        folded = (fold(Attribute, key, constant, [counts[c] for c in cols]) for constant, cols in candidates)
         attribute = next((a for a in folded if a.counts), None)  # a count that can't change explains nothing
         if attribute is not None:
             yield attribute
-
-
-# ---- the dry run ----------------------------------------------------------------------------------------------------
-
-
-def _verified(groups: ChannelGroups, shadow: nn.Module, inputs: tuple) -> ChannelGroups:
-    """Remove units from all groups at once and run the result; freeze the groups that make it fail.
-
-    Each group loses another number of units, so that two mistakes can't cancel out.
-    """
-    from .slim import slice_model
-
-    with torch.no_grad():
-        expected = _output_shapes(shadow(*inputs))
-
-    def failure(chosen: list[int], seed: int) -> str | None:
-        draw = random.Random(seed)
-        keep = {}
-        for i in chosen:
-            group = groups[i]
-            kept = draw.randint(1, group.size - 1)
-            keep[group.name] = sorted(draw.sample(range(group.size), kept))
-        try:
-            with torch.no_grad():
-                slim = slice_model(shadow, groups, keep)
-                got = _output_shapes(slim(*inputs))
-        except Exception as error:  # whatever a foreign model raises: the group is left alone and the reason said
-            return _first_line(error)
-        return None if got == expected else f"the output becomes {got} instead of {expected}"
-
-    accepted: list[int] = []
-    refused: dict[int, str] = {}
-
-    def add(candidates: list[int], seed: int) -> None:
-        reason = failure(accepted + candidates, seed)
-        if reason is None:
-            accepted.extend(candidates)
-        elif len(candidates) == 1:
-            refused[candidates[0]] = f"the dry run without some of its channels fails: {reason}"
-        else:
-            middle = len(candidates) // 2
-            add(candidates[:middle], seed)
-            add(candidates[middle:], seed)
-
-    candidates = [i for i, group in enumerate(groups) if group.size > 1]
-    for seed in (1, 2):
-        accepted.clear()
-        if candidates:
-            add([i for i in candidates if i not in refused], seed)
-    single = {i: "a single unit, which must stay" for i, group in enumerate(groups) if group.size == 1}
-    return _without(groups, {**refused, **single}) if refused or single else groups
-
-
-def _output_shapes(output) -> list[tuple[int, ...]]:
-    return [tuple(x.shape) for x in torch.utils._pytree.tree_flatten(output)[0] if isinstance(x, Tensor)]
-
-
-def _without(groups: ChannelGroups, refused: dict[int, str]) -> ChannelGroups:
-    """The same groups less those that can't be pruned; their widths become constants."""
-    sizes = groups.sizes
-    number = {old: new for new, old in enumerate(i for i in range(len(groups)) if i not in refused)}
-
-    def narrowed(count: Count) -> Count:
-        fixed = count.fixed + sum(sizes[g] * m for g, m in count.units if g in refused)
-        return Count(fixed, tuple((number[g], m) for g, m in count.units if g not in refused))
-
-    return ChannelGroups(
-        groups=tuple(group for i, group in enumerate(groups) if i not in refused),
-        frozen={**groups.frozen, **{groups[i].name: reason for i, reason in refused.items()}},
-        terms=tuple(_fold(CostTerm, (t.module,), t.constant, [narrowed(c) for c in t.counts]) for t in groups.terms),
-        attributes=tuple(
-            folded
-            for a in groups.attributes
-            if (folded := _fold(Attribute, (a.module, a.path), a.constant, [narrowed(c) for c in a.counts])).counts
-        ),
-        shapes=groups.shapes,
-        input_shape=groups.input_shape,
-    )

@@ -107,12 +107,18 @@ def _roles(labels: Labels, produces: Dim, consumes: Dim) -> None:
     labels.consumers.extend(axis.labels for axis in consumes if axis.labels is not None)
 
 
+def _heads(labels: Labels, batch: list[Dim]) -> None:
+    """Batch dims of a product of activations are heads, unless the module's code ties their number to its input."""
+    if not labels.bound:
+        labels.heads.extend(axis.labels for dim in batch for axis in dim if axis.labels is not None)
+
+
 @register_rule("mm", "addmm", "bmm", "baddbmm", "addbmm_", "mv", "dot")
 def matmul(labels, op, layouts, args, kwargs, outputs):
     has_bias = op in ("addmm", "baddbmm")
     a, b = (layouts(x) for x in args[has_bias : has_bias + 2])
     batch = [labels.tie(x, y) for x, y in zip(a.dims[:-2], b.dims[:-2], strict=True)]
-    labels.heads.extend(axis.labels for dim in batch for axis in dim if axis.labels is not None)
+    _heads(labels, batch)
     if op in ("mv", "dot"):
         rows, columns = a.dims[:-1], []
     else:
@@ -189,7 +195,7 @@ def _grouped(labels: Labels, x: Dim, out: Dim, into: Dim, groups: int) -> tuple[
 def attention(labels, op, layouts, args, kwargs, outputs):
     q, k, v = (layouts(x) for x in args[:3])
     batch = [labels.tie(labels.tie(x, y), z) for x, y, z in zip(q.dims[:-2], k.dims[:-2], v.dims[:-2], strict=True)]
-    labels.heads.extend(axis.labels for dim in batch for axis in dim if axis.labels is not None)
+    _heads(labels, batch)
     inner = labels.tie(q.dims[-1], k.dims[-1])
     labels.freeze(inner, "the width of a head sets the attention's scale")
     tokens = labels.tie(k.dims[-2], v.dims[-2])

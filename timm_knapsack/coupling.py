@@ -15,6 +15,7 @@ class Coupling:
     frozen: np.ndarray  # bool [components]
     reason: dict[int, str]  # component → why it is frozen
     mixed: np.ndarray  # bool [components]: a norm or softmax runs across these channels
+    heads: np.ndarray  # bool [components]: whole attention heads
 
 
 def couple(labels: Labels) -> Coupling:
@@ -51,7 +52,7 @@ def couple(labels: Labels) -> Coupling:
             forest.settle(best, forest.preferred(best))
         pending = open_splits
     root = forest.roots(np.arange(count))
-    return Coupling(root[component], forest.frozen, forest.reason, forest.mixed)
+    return Coupling(root[component], forest.frozen, forest.reason, forest.mixed, forest.heads)
 
 
 class _Forest:

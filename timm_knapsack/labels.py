@@ -80,6 +80,7 @@ class Labels:
     count: int = 0
     place: str = "the input"  # where the trace is now, for reasons: "aten.cat in layer1.0"
     module: str = ""
+    bound: dict[int, Dim] = field(default_factory=dict)  # sizes that the running module reads off its input
     ties: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     frozen: list[tuple[np.ndarray, str]] = field(default_factory=list)
     mixed: list[np.ndarray] = field(default_factory=list)
@@ -113,6 +114,8 @@ class Labels:
         """The running module passed ``size`` to an op; it must follow ``axes`` when they shrink."""
         if any(axis.labels is not None for axis in axes):
             self.uses.append(Use(self.module, int(size), tuple(axes), names))
+            if size in self.bound and not names:
+                self.tie(tuple(axes), self.bound[size])
 
     def split(self, axis: Axis, sizes: list[int]) -> list[Axis]:
         """Cut one axis into a product of axes."""
@@ -233,6 +236,9 @@ class Labels:
         result = [self._joined(_merge_plain([cut[i][j] for i, j in parts])) for parts in plan]
         for dim, size in zip(result, shape, strict=True):
             self.use(size, dim)
+        for first, second in zip(result, result[1:], strict=False):  # heads × (channels // heads)
+            if size_of(first) * size_of(second) in self.bound and first and second:
+                self.use(size_of(first) * size_of(second), (*first, *second))
         return result
 
 

@@ -130,10 +130,12 @@ def split(labels, op, layouts, args, kwargs, outputs):
     d = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % len(x.dims)
     sizes = [y.shape[d] for y in outputs]
     dim = x.dims[d]
+    labels.use(sum(sizes), dim)
     if len(set(sizes)) == 1 and len(sizes) > 1 and any(axis.labels is not None for axis in dim):
         # Equal parts: the code may have computed their size from the whole, so they must shrink alike.
         parts, within = labels.view([dim], [len(sizes), sizes[0]])
         labels.freeze(parts, "each part becomes a tensor of its own")
+        labels.use(sizes[0], within)
         return tuple(Layout([*x.dims[:d], within, *x.dims[d + 1 :]], x.weight) for _ in outputs)
     flat = labels.flatten(dim)
     if flat is not None and "with_sizes" not in op:

@@ -5,8 +5,7 @@ nor arithmetic. A model that asks for a value (``.item()``) is traced with real 
 """
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -17,15 +16,19 @@ from torch.utils._pytree import tree_flatten
 from . import shape_rules  # noqa: F401  (fills the table)
 from .channel_rules import RULES, freeze_all, plain
 from .errors import TraceError
-from .labels import Labels, Layout, size_of
+from .labels import Axis, Labels, Layout, size_of
+from .meta_shapes import meta_result
 
 
 class Trace(TorchDispatchMode):
     """Runs rules beside ops. Holds every tensor it has seen, so that ids stay unique."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, bound_classes: frozenset[str] = frozenset()):
         super().__init__()
         self.labels = Labels()
+        self.bound_classes = bound_classes
+        self.on_meta = all(tensor.is_meta for _, tensor in named_tensors(model))
+        self.output_shapes: list[tuple[int, ...]] = []
         self.param_labels: dict[tuple[str, int], int] = {}  # (name, dim) → its first label
         self.reached: set[str] = set()
         self._layouts: dict[int, Layout] = {}
@@ -40,7 +43,7 @@ class Trace(TorchDispatchMode):
             self.set_layout(tensor, Layout(dims, weight=True))
             self._names[id(tensor)] = name
         self._modules = {id(module): name for name, module in model.named_modules()}
-        self._stack: list[str] = []
+        self._stack: list[tuple[str, dict]] = []
 
     # ---- what rules ask for
 
@@ -66,13 +69,15 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        namespace, op = func._schema.name.split("::")
+        result = meta_result(op, args, kwargs) if self.on_meta and namespace == "aten" else None
+        if result is None:
+            result = func(*args, **kwargs)
         outputs = [y for y in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(y, Tensor)]
         if not outputs:
             return result
         labels = self.labels
-        namespace, op = func._schema.name.split("::")
-        labels.module = self._stack[-1] if self._stack else ""
+        labels.module, labels.bound = self._stack[-1] if self._stack else ("", {})
         labels.place = f"{namespace}.{op} in {labels.module or 'the model itself'}"
         rule = RULES.get(func._schema.name)
         if rule is None:
@@ -92,22 +97,37 @@ class Trace(TorchDispatchMode):
     def following_modules(self):
         """Keep track of which module is running, by its name."""
 
-        def enter(module, _):
-            self._stack.append(self._modules.get(id(module), self._stack[-1] if self._stack else ""))
+        def enter(module, inputs):
+            name = self._modules.get(id(module), self._stack[-1][0] if self._stack else "")
+            self._stack.append((name, self._bound_sizes(inputs) if type(module).__name__ in self.bound_classes else {}))
 
         def leave(module, *_):
             self._stack.pop()
 
         hooks = [
             nn.modules.module.register_module_forward_pre_hook(enter),
-            nn.modules.module.register_module_forward_hook(leave, always_call=True),
+            nn.modules.module.register_module_forward_hook(leave),
         ]
         try:
             yield
-        finally:
+            self._stack.clear()
+        finally:  # after an error the stack still ends with the module that raised it
             for hook in hooks:
                 hook.remove()
-            self._stack.clear()
+
+    @property
+    def running(self) -> str:
+        """The module that is running, or that raised the error that ended the trace."""
+        return self._stack[-1][0] if self._stack else ""
+
+    def _bound_sizes(self, inputs) -> dict[int, tuple]:
+        """The channel dims of a module's inputs, by size: its code may read them off the input's shape."""
+        sizes = {}
+        for tensor in self.tensors(inputs, {}):
+            for dim in self(tensor).dims:
+                if any(axis.labels is not None and not axis.uniform for axis in dim):
+                    sizes.setdefault(size_of(dim), dim)
+        return sizes
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -133,6 +153,10 @@ def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = replace(name, value)
     result = copy.deepcopy(model, memo)
+    flags = [(module, module.training) for module in result.modules()]
+    result.train()  # modules that cache something for inference (attention biases) drop it here
+    for module, training in flags:
+        module.training = training
     for module in result.modules():
         for hooks in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"):
             getattr(module, hooks, {}).clear()
@@ -188,16 +212,92 @@ def inputs_like(example_inputs, device) -> tuple:
     return tuple(torch.empty_like(x, device=device) if isinstance(x, Tensor) and device == "meta" else x for x in inputs)
 
 
-def record_outputs(model: nn.Module, names: set[str]) -> tuple[dict[str, Tensor], list]:
-    """Hooks that remember what the named modules return."""
-    outputs: dict[str, Tensor] = {}
+def run_trace(model: nn.Module, inputs: tuple, bound_classes: frozenset[str] = frozenset()) -> Trace:
+    """Run the model once; the trace holds all that was learnt."""
+    trace = Trace(model, bound_classes)
+    labels = trace.labels
+    for x in inputs:
+        if isinstance(x, Tensor):
+            layout = plain(x.shape)
+            if x.dim() >= 2 and x.shape[1] > 1:
+                axis = Axis(x.shape[1], labels.new(x.shape[1]))
+                layout.dims[1] = (axis,)
+                labels.frozen.append((axis.labels, "the model's input"))
+            trace.set_layout(x, layout)
+    features = {}
+    info = [*feature_entries(model)]
+    wanted = {module for _, module, _ in info}
     handles = []
     for name, module in model.named_modules():
-        if name in names:
-            handles.append(module.register_forward_hook(lambda m, i, y, name=name: outputs.__setitem__(name, y)))
-    return outputs, handles
+        if name in wanted:
+            handles.append(module.register_forward_hook(lambda m, i, y, n=name: features.__setitem__((n, "out"), y)))
+            handles.append(
+                module.register_forward_pre_hook(lambda m, i, n=name: features.__setitem__((n, "in"), i[0]) if i else None)
+            )
+    inner = getattr(model, "forward_features", None)
+    if callable(inner) and "forward_features" not in vars(model):
+
+        def remember(*args, **kwargs):
+            features["", "features"] = result = inner(*args, **kwargs)
+            return result
+
+        model.forward_features = remember
+    try:
+        with torch.no_grad(), trace.following_modules(), trace:
+            output = model(*inputs)
+    except Exception as error:
+        error.raised_in = trace.running
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+        vars(model).pop("forward_features", None)
+    for tensor in trace.tensors((output,), {}):
+        trace.output_shapes.append(tuple(tensor.shape))
+        for dim in trace(tensor).dims:
+            for axis in dim:
+                if axis.labels is not None:
+                    labels.frozen.append((axis.labels, "the model's output"))
+    _note_model_attributes(model, trace, info, features)
+    return trace
 
 
-def takes_one_input(model: nn.Module) -> bool:
-    parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 1
+def feature_entries(model: nn.Module) -> Iterator[tuple[int, str, str]]:
+    """(position, module, hook side) of each entry of a timm model's feature_info."""
+    info = getattr(model, "feature_info", None)
+    entries = getattr(info, "info", info)
+    if isinstance(entries, (list, tuple)):
+        for i, entry in enumerate(entries):
+            if isinstance(entry, dict) and type(entry.get("num_chs")) is int and entry.get("module"):
+                yield i, entry["module"], "in" if entry.get("hook_type") == "forward_pre" else "out"
+
+
+def _note_model_attributes(model: nn.Module, trace: Trace, info, features) -> None:
+    """timm's numbers about the whole model: num_features, head_hidden_size, feature_info."""
+    labels = trace.labels
+    labels.module = ""
+
+    def channels(tensor, size):
+        if isinstance(tensor, (tuple, list)):
+            tensor = tensor[-1] if tensor else None
+        if not isinstance(tensor, Tensor):
+            return None
+        dims = trace(tensor).dims
+        order = [1, -1, *range(len(dims))] if len(dims) == 4 else [-1, 1, *range(len(dims))]
+        fitting = [dims[d] for d in order if -len(dims) <= d < len(dims) and tensor.shape[d] == size]
+        return next((dim for dim in fitting if any(axis.labels is not None for axis in dim)), None)
+
+    entries = getattr(model.feature_info, "info", model.feature_info) if info else []
+    for i, module, side in info:
+        dim = channels(features.get((module, side)), entries[i]["num_chs"])
+        if dim is not None:
+            labels.use(entries[i]["num_chs"], dim, f"feature_info.{i}.num_chs")
+    for name in ("num_features", "embed_dim"):
+        size = vars(model).get(name)
+        dim = channels(features.get(("", "features")), size) if type(size) is int else None
+        if dim is not None:
+            labels.use(size, dim, name)
+    hidden = vars(model).get("head_hidden_size")
+    classifier = getattr(model, "get_classifier", lambda: None)()
+    if isinstance(classifier, (nn.Linear, nn.Conv2d)) and type(hidden) is int and classifier.weight.shape[1] == hidden:
+        labels.use(hidden, trace(classifier.weight).dims[1], "head_hidden_size")
