@@ -52,5 +52,10 @@ def __getattr__(name):
     return value
 
 
+# These functions share their module's name: loaded at once, or the module would stand where the function belongs.
+from .finetune import finetune  # noqa: E402
+from .taylor_scores import taylor_scores  # noqa: E402
+
+
 def __dir__():
     return sorted(__all__)
