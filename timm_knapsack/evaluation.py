@@ -30,6 +30,8 @@ def evaluate(model: nn.Module, loader: Any, accelerator: Any = None) -> dict[str
     sharded = isinstance(loader, DataLoader)
     if sharded:
         loader = accelerator.prepare(loader, device_placement=[False])
+    if hasattr(loader, "set_epoch"):  # Accelerate moves on by itself, and each evaluation must see the same images
+        loader.set_epoch(0)
     device = next(model.parameters()).device
     sums, samples = [torch.zeros(3, device=device)], 0
     with eval_mode(model), torch.no_grad():
