@@ -3,6 +3,9 @@
 A CUDA build of torchvision next to a CPU build of torch fails at import with ``operator torchvision::nms does not
 exist``. Nothing in timm calls these operators, but torchvision registers fake kernels for them while it is imported.
 Declaring their schemas first is enough. Where the compiled operators load, this module does nothing.
+
+``timm-knapsack doctor --fix`` copies this very file into one environment's site-packages, where `install_hook` runs at
+start-up; so it imports nothing of this package.
 """
 
 import importlib.util
@@ -29,6 +32,21 @@ def operators_are_missing() -> bool:
         except OSError:
             continue
     return True
+
+
+class _BeforeTorchvision:
+    """An import hook that declares the operators when torchvision is about to be imported, and then steps aside."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            declare_missing_operators()
+        return None
+
+
+def install_hook() -> None:
+    """Declare the operators only when something imports torchvision: start-up costs nothing."""
+    sys.meta_path.insert(0, _BeforeTorchvision())
 
 
 def declare_missing_operators() -> bool:

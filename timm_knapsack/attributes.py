@@ -17,7 +17,7 @@ from .errors import ChannelConfigError
 NOT_CHANNELS = re.compile(
     r"window|patch|kernel|stride|dilat|img|image|grid|ratio|scale|depth|block|pool|radix|level|layers|drop|eps|seq|"
     r"resolution|token|prefix|shift|area|axis|ndim|num_classes|in_chans|training|momentum|padding|reduction|expansion|"
-    r"reg_|cls|len|iter|step|temperature|base|freq|theta|index|num_paths|num_parallel|cardinality_?$|"
+    r"reg_|cls|len|iter|step|temperature|base|freq|theta|num_paths|num_parallel|cardinality_?$|"
     r"^out_indices|^ws$|^sr_|^input_size$|^output_size$|halo|^rank$|^q_stride"
 )
 
@@ -47,6 +47,15 @@ def holders(module: nn.Module, size: int, names: tuple[str, ...] = (), heads: bo
         if not names and (NOT_CHANNELS.search(name) or bool(COUNTS_HEADS.search(name)) != heads):
             continue
         yield from _paths(name, value, size)
+
+
+def channel_numbers(module: nn.Module) -> set[int]:
+    """The numbers above 1 that a module holds in attributes which may count channels or heads."""
+    return {
+        value
+        for name, value in vars(module).items()
+        if type(value) is int and value > 1 and not name.startswith("_") and not NOT_CHANNELS.search(name)
+    }
 
 
 def _paths(path: str, value: Any, size: int) -> Iterator[str]:

@@ -22,6 +22,13 @@ FORMAT = "timm-knapsack/channel-config"
 VERSION = 1
 MAX_BYTES = 8 * 2**20  # the largest timm model's config is below 1 MB
 MAX_SIZE = 2**24  # no dim of a real model is larger; the base model sets the true limit
+MAX_BASE_ARG = 2**16  # image sizes, depths, widths: a stranger's file must not make timm build a monster
+MAX_CLASSES = 2**20
+
+# Arguments of timm's builder and factory that choose weights, files or another kind of model, not an architecture.
+_NOT_ARCHITECTURE = re.compile(
+    r"(pretrained|checkpoint|cache|script|export|feature|out_indices|kwargs|model_|pruned|device|dtype|no_jit)"
+)
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_]{1,200}")
 _DOTTED = re.compile(r"[A-Za-z0-9_]{1,120}(\.[A-Za-z0-9_]{1,120}){0,40}")
@@ -65,7 +72,10 @@ class ChannelConfig:
         return hash(self.to_json())
 
     def __reduce__(self):  # mapping proxies don't pickle or deep-copy; plain dicts do
-        return (ChannelConfig, (self.base, _plain(self.widths), _plain(self.attributes), dict(self.base_args), self.name))
+        return (
+            ChannelConfig,
+            (self.base, _plain(self.widths), _plain(self.attributes), dict(self.base_args), self.name),
+        )
 
     def renamed(self, name: str) -> "ChannelConfig":
         """The same architecture under another name."""
@@ -78,7 +88,8 @@ class ChannelConfig:
             "version": VERSION,
             "base": self.base,
             "widths": {
-                param: {str(dim): size for dim, size in sorted(dims.items())} for param, dims in sorted(self.widths.items())
+                param: {str(dim): size for dim, size in sorted(dims.items())}
+                for param, dims in sorted(self.widths.items())
             },
         }
         if self.attributes:
@@ -159,7 +170,9 @@ class ChannelConfig:
         path = Path(path)
         try:
             if path.stat().st_size > MAX_BYTES:
-                raise ChannelConfigError(f"{path}: {path.stat().st_size} bytes; a channel config has at most {MAX_BYTES}")
+                raise ChannelConfigError(
+                    f"{path}: {path.stat().st_size} bytes; a channel config has at most {MAX_BYTES}"
+                )
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise ChannelConfigError(f"{path}: can't be read: {error.strerror or error}") from None
@@ -186,7 +199,10 @@ def _plain(table):
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deeply"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -240,7 +256,7 @@ def _frozen_base_args(args: Any) -> Mapping[str, Any]:
         place = f"base_args[{_show(key)}]"
         if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,60}", key):
             raise ChannelConfigError(f"{place}: not an argument name")
-        if key.startswith(("pretrained", "checkpoint", "cache", "scriptable", "exportable")) or key in ("kwargs", "model_name"):
+        if _NOT_ARCHITECTURE.match(key):
             raise ChannelConfigError(f"{place}: a channel config does not choose weights or files")
         if isinstance(value, (list, tuple)):
             value = tuple(value)
@@ -250,8 +266,10 @@ def _frozen_base_args(args: Any) -> Mapping[str, Any]:
         for item in values:
             plain = item is None or isinstance(item, (bool, int, str)) or (isinstance(item, float) and item - item == 0)
             if not plain or len(values) > 100 or (isinstance(item, str) and len(item) > 200):
-                raise ChannelConfigError(f"{place} is {_show(value)}, expected a plain number, text, or a short list of them")
-            if isinstance(item, (int, float)) and abs(item) > MAX_SIZE:
+                raise ChannelConfigError(
+                    f"{place} is {_show(value)}, expected a plain number, text, or a short list of them"
+                )
+            if isinstance(item, (int, float)) and abs(item) > (MAX_CLASSES if key == "num_classes" else MAX_BASE_ARG):
                 raise ChannelConfigError(f"{place} is {_show(value)}, larger than any model uses")
         result[key] = value
     return MappingProxyType(result)

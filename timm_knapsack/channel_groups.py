@@ -137,7 +137,9 @@ class ChannelGroups(Sequence):
         """The same choice as sorted LongTensors for every group; a group that is not named keeps all."""
         unknown = [name for name in keep if name not in self.by_name]
         if unknown:
-            raise KeepError(f"keep names the group {unknown[0]!r}, which is not among the {len(self)} groups of this model")
+            raise KeepError(
+                f"keep names the group {unknown[0]!r}, which is not among the {len(self)} groups of this model"
+            )
         result = {}
         for group in self.groups:
             if group.name not in keep:
@@ -178,7 +180,9 @@ def find_channel_groups(model: nn.Module, example_inputs=None, *, verify: bool =
     """
     devices = {str(tensor.device) for _, tensor in named_tensors(model)}
     if len(devices) > 1:
-        raise TraceError(f"the model is spread over {', '.join(sorted(devices))}; move it to one device first: model.to(…)")
+        raise TraceError(
+            f"the model is spread over {', '.join(sorted(devices))}; move it to one device first: model.to(…)"
+        )
     if example_inputs is None:
         example_inputs = torch.empty(example_input(model), device="meta")
     shadow, inputs, trace = _shadow(model, example_inputs)

@@ -76,8 +76,18 @@ def elementwise(labels, op, layouts, args, kwargs, outputs):
     return tuple(result for _ in outputs) if len(outputs) > 1 else result
 
 
-@register_rule("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "empty", "new_empty", "empty_strided",
-               "new_empty_strided")
+@register_rule(
+    "zeros",
+    "ones",
+    "full",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "empty",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+)
 def filled(labels, op, layouts, args, kwargs, outputs):
     return uniform(labels, outputs[0].shape)
 
@@ -108,9 +118,11 @@ def _roles(labels: Labels, produces: Dim, consumes: Dim) -> None:
 
 
 def _heads(labels: Labels, batch: list[Dim]) -> None:
-    """Batch dims of a product of activations are heads, unless the module's code ties their number to its input."""
+    """Batch dims of a product of activations are heads; they go one by one unless their number is tied to the input."""
+    heads = [axis.labels for dim in batch for axis in dim if axis.labels is not None]
+    labels.heads.extend(heads)
     if not labels.bound:
-        labels.heads.extend(axis.labels for dim in batch for axis in dim if axis.labels is not None)
+        labels.whole_heads.extend(heads)
 
 
 @register_rule("mm", "addmm", "bmm", "baddbmm", "addbmm_", "mv", "dot")
@@ -189,9 +201,14 @@ def _grouped(labels: Labels, x: Dim, out: Dim, into: Dim, groups: int) -> tuple[
     return out, consumed
 
 
-@register_rule("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu",
-               "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-               "_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps")
+@register_rule(
+    "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_attention_math_for_mps",
+)
 def attention(labels, op, layouts, args, kwargs, outputs):
     q, k, v = (layouts(x) for x in args[:3])
     batch = [labels.tie(labels.tie(x, y), z) for x, y, z in zip(q.dims[:-2], k.dims[:-2], v.dims[:-2], strict=True)]
@@ -213,8 +230,16 @@ def attention(labels, op, layouts, args, kwargs, outputs):
 # ---- norms, softmax, reductions: values of different channels meet ---------------------------------------------
 
 
-@register_rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
-               "miopen_batch_norm", "batch_norm", "_batch_norm_with_update", "_native_batch_norm_legit_functional")
+@register_rule(
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+    "batch_norm",
+    "_batch_norm_with_update",
+    "_native_batch_norm_legit_functional",
+)
 def batch_norm(labels, op, layouts, args, kwargs, outputs):
     x = layouts(args[0])
     channels = x.dims[1]
@@ -257,7 +282,9 @@ def group_norm(labels, op, layouts, args, kwargs, outputs):
     return (Layout([x.dims[0], channels, *x.dims[2:]]), *(plain(y.shape) for y in outputs[1:]))
 
 
-@register_rule("_softmax", "_safe_softmax", "softmax", "_log_softmax", "log_softmax", "cumsum", "logcumsumexp", "cumprod")
+@register_rule(
+    "_softmax", "_safe_softmax", "softmax", "_log_softmax", "log_softmax", "cumsum", "logcumsumexp", "cumprod"
+)
 def across(labels, op, layouts, args, kwargs, outputs):
     x = layouts(args[0])
     if op.startswith("cum") or op.startswith("logcum"):
@@ -266,8 +293,29 @@ def across(labels, op, layouts, args, kwargs, outputs):
     return Layout(list(x.dims), x.weight)
 
 
-@register_rule("mean", "sum", "amax", "amin", "var", "std", "linalg_vector_norm", "max", "min", "prod", "var_mean",
-               "std_mean", "any", "all", "logsumexp", "norm", "argmax", "argmin", "aminmax", "median", "nansum")
+@register_rule(
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "var",
+    "std",
+    "linalg_vector_norm",
+    "max",
+    "min",
+    "prod",
+    "var_mean",
+    "std_mean",
+    "any",
+    "all",
+    "logsumexp",
+    "norm",
+    "argmax",
+    "argmin",
+    "aminmax",
+    "median",
+    "nansum",
+)
 def reduction(labels, op, layouts, args, kwargs, outputs):
     x = layouts(args[0])
     if op in ("max", "min") and len(args) > 1 and layouts.is_tensor(args[1]):
@@ -289,12 +337,36 @@ def reduction(labels, op, layouts, args, kwargs, outputs):
 # ---- pixels move, channels stay ---------------------------------------------------------------------------------
 
 
-@register_rule("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d",
-               "max_pool2d", "avg_pool1d", "avg_pool3d", "max_pool3d_with_indices", "_adaptive_avg_pool3d",
-               "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_nearest2d", "_upsample_nearest_exact2d",
-               "upsample_bicubic2d", "_upsample_bicubic2d_aa", "upsample_linear1d", "upsample_nearest1d",
-               "upsample_nearest3d", "upsample_trilinear3d", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
-               "replication_pad1d", "replication_pad2d", "replication_pad3d", "mkldnn_max_pool2d", "grid_sampler_2d")
+@register_rule(
+    "max_pool2d_with_indices",
+    "avg_pool2d",
+    "_adaptive_avg_pool2d",
+    "adaptive_avg_pool2d",
+    "adaptive_max_pool2d",
+    "max_pool2d",
+    "avg_pool1d",
+    "avg_pool3d",
+    "max_pool3d_with_indices",
+    "_adaptive_avg_pool3d",
+    "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa",
+    "upsample_nearest2d",
+    "_upsample_nearest_exact2d",
+    "upsample_bicubic2d",
+    "_upsample_bicubic2d_aa",
+    "upsample_linear1d",
+    "upsample_nearest1d",
+    "upsample_nearest3d",
+    "upsample_trilinear3d",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "reflection_pad3d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "replication_pad3d",
+    "mkldnn_max_pool2d",
+    "grid_sampler_2d",
+)
 def over_pixels(labels, op, layouts, args, kwargs, outputs):
     x = layouts(args[0])
     pixels = int(re.search(r"([123])d", op)[1])

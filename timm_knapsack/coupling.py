@@ -37,6 +37,8 @@ def couple(labels: Labels) -> Coupling:
         forest.mixed[component[mixed]] = True
     for heads in labels.heads:
         forest.heads[component[heads]] = True
+    for heads in labels.whole_heads:
+        forest.whole_heads[component[heads]] = True
     pending = list(labels.splits)
     # A split with one possible carrier decides for others that share its axes: take those first, again and again.
     while pending:
@@ -64,6 +66,7 @@ class _Forest:
         self.frozen = np.zeros(count, dtype=bool)
         self.mixed = np.zeros(count, dtype=bool)
         self.heads = np.zeros(count, dtype=bool)
+        self.whole_heads = np.zeros(count, dtype=bool)
         self.reason: dict[int, str] = {}
 
     def roots(self, ids: np.ndarray) -> np.ndarray:
@@ -94,6 +97,7 @@ class _Forest:
             self.parent[y] = x
             self.mixed[x] |= self.mixed[y]
             self.heads[x] |= self.heads[y]
+            self.whole_heads[x] |= self.whole_heads[y]
             if self.frozen[y]:
                 self.frozen[x] = True
                 self.reason.setdefault(x, self.reason[y])
@@ -115,7 +119,12 @@ class _Forest:
             # Units left if this axis carries: indices whose whole run of labels is free, counted once each.
             runs = np.moveaxis(flat, position, 0).reshape(sizes[position], -1)
             joined = len(np.unique(np.stack([runs.min(axis=1), roots]), axis=1).T) if alive.size else 0
-            return (bool(self.heads[roots].any()), not self.mixed[roots].any(), joined * (alive.size > 0), position)
+            return (
+                bool(self.whole_heads[roots].any()),
+                not self.mixed[roots].any(),
+                joined * (alive.size > 0),
+                position,
+            )
 
         candidates = [i for i, axis in enumerate(split.axes) if not self.is_frozen(axis.labels).all()]
         return split.axes[max(candidates, key=rank)]

@@ -17,6 +17,7 @@ from .slim import kept_indices, slice_model
 from .tracing import Trace, run_trace
 
 MAX_RETRACES = 8
+MAX_RUNS = 60  # of the search for the groups that fail; what is left then is frozen together
 
 
 def verified(groups: ChannelGroups, model: nn.Module, shadow: nn.Module, inputs: tuple, trace: Trace) -> ChannelGroups:
@@ -69,7 +70,9 @@ class _DryRun:
         keep = {}
         for i in chosen:
             group = self.groups[i]
-            keep[group.name] = sorted(draw.sample(range(group.size), draw.randint(max(1, group.size // 4), group.size - 1)))
+            keep[group.name] = sorted(
+                draw.sample(range(group.size), draw.randint(max(1, group.size // 4), group.size - 1))
+            )
         try:
             slim = slice_model(self.shadow, self.groups, keep)
             trace = run_trace(slim, self.inputs)
@@ -96,7 +99,9 @@ class _DryRun:
 
     def _wrong_macs(self, trace: Trace, keep) -> Exception | None:
         sizes = [len(keep.get(group.name, range(group.size))) for group in self.groups]
-        counted = sum(term.constant * int(np.prod([a.size for a in term.axes], dtype=np.int64)) for term in trace.labels.terms)
+        counted = sum(
+            term.constant * int(np.prod([a.size for a in term.axes], dtype=np.int64)) for term in trace.labels.terms
+        )
         if counted != self.groups.macs(sizes):
             return ValueError(f"{counted} MACs are left instead of {self.groups.macs(sizes)}")
         return None
@@ -104,13 +109,17 @@ class _DryRun:
     def surviving(self, error: Exception | None) -> ChannelGroups:
         refused: dict[int, str] = {}
         accepted: list[int] = []
+        runs = 0
 
         def add(candidates: list[int], seed: int, known: Exception | None = None) -> None:
+            nonlocal runs
+            runs += 1
             problem = known or self.failure(accepted + candidates, seed)
             if problem is None:
                 accepted.extend(candidates)
-            elif len(candidates) == 1:
-                refused[candidates[0]] = f"the dry run without some of its channels fails: {first_line(problem)}"
+            elif len(candidates) == 1 or runs > MAX_RUNS:
+                for i in candidates:
+                    refused[i] = f"the dry run without some of its channels fails: {first_line(problem)}"
             else:
                 middle = len(candidates) // 2
                 add(candidates[:middle], seed)
@@ -139,7 +148,9 @@ def _without(groups: ChannelGroups, refused: dict[int, str]) -> ChannelGroups:
         return Count(fixed, tuple((number[g], m) for g, m in count.units if g not in refused))
 
     terms = (fold(CostTerm, (t.module,), t.constant, [narrowed(c) for c in t.counts]) for t in groups.terms)
-    attributes = (fold(Attribute, (a.module, a.path), a.constant, [narrowed(c) for c in a.counts]) for a in groups.attributes)
+    attributes = (
+        fold(Attribute, (a.module, a.path), a.constant, [narrowed(c) for c in a.counts]) for a in groups.attributes
+    )
     return ChannelGroups(
         groups=tuple(group for i, group in enumerate(groups) if i not in refused),
         frozen={**groups.frozen, **{groups[i].name: reason for i, reason in refused.items()}},

@@ -26,6 +26,8 @@ OPTIMALITY_TOLERANCE = 1e-12  # relative; far above the rounding of float64, far
 
 _LONGEST_WEIGHT = 2**60  # two of them, and the room, can be added to a sum of up to twice this in int64
 _FLOAT_BITS, _WIDEST_SPREAD = 512, 1500  # of whole numbers scaled to floats, which span 2**-1022 to 2**1024
+_EASY_STATES = 300_000  # where these prove nothing, a better bound is worth its time
+_FEE_TRIALS = 40  # for the better bound: more than needed
 _SAME_EFFICIENCY = 1e-9  # relative; nearer ones count as equal where it only matters for the order of search
 _PAIRED_ITEMS, _SINGLE_ITEMS = 96, 2048  # states are completed by pairs and single ones of so many core items
 _COMPLETED_STATES = 65536  # of the longest lists, only so many of the best states
@@ -279,18 +281,68 @@ def _solve_dp(values, whole, capacity, max_table_bytes):
 def _solve_exact(values, whole, capacity, max_states):
     """The mask of an optimal selection and None, or of the best one found and an upper bound."""
     scaled, exponent = _scale_values(values)
-    taken, room, broken = _break_solution(scaled, whole, capacity)
-    break_value = math.fsum(scaled[taken].tolist())
-    lp_gain = float(scaled[broken]) * (room / int(whole[broken]))
-    least_gain = tolerance = OPTIMALITY_TOLERANCE * (break_value + lp_gain)
+    relaxation = _Relaxation(scaled, whole, capacity)
+    least_gain = tolerance = OPTIMALITY_TOLERANCE * relaxation.bound
     if values.max() < 2**53 and (values == np.rint(values)).all():  # then sums can't differ by less than the GCD
         step = math.ldexp(float(np.gcd.reduce(values.astype(np.int64))), -exponent)
         least_gain = max(step - tolerance, tolerance)
+    selection, bound = relaxation.taken, math.inf
     with np.errstate(over="ignore", invalid="ignore"):  # beyond float64 losses and bounds are infinite, as they may be
-        core = _Core(scaled, whole, taken, room, broken, lp_gain - least_gain)
-        toggled, gain, bound = _search_core(core, lp_gain, least_gain, max_states)
-    taken[toggled] ^= True
-    return taken, None if bound <= gain else math.ldexp(break_value + bound + tolerance, exponent)
+        for limit in (min(max_states, _EASY_STATES), max_states):
+            core = _Core(scaled, whole, relaxation, selection, least_gain)
+            toggled, new_bound = _search_core(core, least_gain, limit)
+            if toggled is not None:
+                selection = relaxation.taken.copy()
+                selection[toggled] ^= True
+            if new_bound is None:
+                return selection, None
+            bound = min(bound, relaxation.break_value + new_bound)
+            relaxation = _charge_for_each_item(relaxation, scaled, whole, capacity)
+    return selection, math.ldexp(bound + tolerance, exponent)
+
+
+class _Relaxation:
+    """The break solution and the LP bound if, besides its weight, every item is charged a fee; ``most`` are paid back.
+
+    At most ``most`` items fit, so this bounds every selection, for any fee. Without one the bound counts on a part of
+    the break item: where values are all alike, that is most of an item that can't be had. The right fee takes it away.
+    """
+
+    def __init__(self, values, whole, capacity, fee=0.0, most=0):
+        self.fee, (self.taken, self.room, self.broken) = fee, _break_solution(values - fee, whole, capacity)
+        self.break_value = math.fsum(values[self.taken].tolist())
+        self.spare = most - int(self.taken.sum())
+        part, worth = self.room / int(whole[self.broken]), float(values[self.broken]) - fee
+        self.gap = worth * part + fee * self.spare  # between the bound and the break solution
+        self.bound = self.break_value + self.gap
+        self.slope = self.spare - part  # of the bound over the fee
+        self.is_sound = worth > 0  # else the room is filled with items that are not worth their fee
+
+
+def _charge_for_each_item(plain, values, whole, capacity):
+    """A relaxation with about the least bound, where a fee lowers it: where too many items are counted on."""
+    most = _how_many_fit(np.sort(whole), capacity)
+    trials = [_Relaxation(values, whole, capacity, 0.0, most)]
+    low, high, highest_fee = trials[0], None, float(values.max())
+    while low.slope < 0 and len(trials) < _FEE_TRIALS and highest_fee > low.fee:
+        if high is None:
+            fee = (low.fee + highest_fee) / 2
+        else:  # where the two lines meet that bound the bound from below
+            fee = (high.bound - low.bound + low.slope * low.fee - high.slope * high.fee) / (low.slope - high.slope)
+            if min(low.bound, high.bound) - (low.bound + low.slope * (fee - low.fee)) <= 1e-3 * plain.gap:
+                break
+        trial = _Relaxation(values, whole, capacity, fee, most)
+        if not trial.is_sound:
+            highest_fee = fee
+            continue
+        trials.append(trial)
+        if trial.slope < 0:
+            low = trial
+        else:
+            high = trial
+    least = min(trial.bound for trial in trials)
+    good = [trial for trial in trials if trial.bound <= least + 0.01 * plain.gap]
+    return min(good, key=lambda trial: trial.gap)  # whose break solution is nearest to the bound
 
 
 class _Core:
@@ -301,18 +353,22 @@ class _Core:
     ``next_loss[k]`` the least that a toggle loses of the LP bound.
     """
 
-    def __init__(self, values, whole, taken, room, broken, gap):
-        self.scale = _float_scale(whole)
+    def __init__(self, values, whole, relaxation, selection, least_gain):
+        self.scale, self.room, self.gap = _float_scale(whole), relaxation.room, relaxation.gap
+        self.known_gain = math.fsum(values[selection].tolist()) - relaxation.break_value
+        gap = self.gap - self.known_gain - least_gain
+        self.fee, self.spare = relaxation.fee, relaxation.spare
         weights = _to_float(whole, self.scale)
-        efficiency = values / weights
-        self.room, self.price = room, float(efficiency[broken])
-        loss = np.abs(values - self.price * weights)
+        efficiency = (values - self.fee) / weights
+        self.price = float(efficiency[relaxation.broken])
+        loss = np.abs(values - self.fee - self.price * weights)
         items = np.flatnonzero(loss < gap)
         items = items[np.argsort(np.abs(efficiency[items] - self.price), kind="stable")]
-        self.items, self.taken, self.efficiency, self.loss = items, taken[items], efficiency[items], loss[items]
-        sign = np.where(self.taken, -1, 1)
-        self.weight_step, self.value_step = sign * whole[items], sign * values[items]
-        if self.scale == 1 and whole[items].max(initial=room) < _LONGEST_WEIGHT:
+        self.items, self.taken = items, relaxation.taken[items]
+        self.efficiency, self.loss = np.maximum(efficiency[items], 0.0), loss[items]
+        self.count_step = np.where(self.taken, -1, 1)
+        self.weight_step, self.value_step = self.count_step * whole[items], self.count_step * values[items]
+        if self.scale == 1 and whole[items].max(initial=self.room) < _LONGEST_WEIGHT:
             self.weight_step = self.weight_step.astype(np.int64)
         class_of = np.unique(whole[items], return_inverse=True)[1].reshape(-1)
         rank, self.total_loss = self._losses_within_classes(class_of)
@@ -320,7 +376,7 @@ class _Core:
 
         # Nearest efficiency first, and both sides in turn. Where efficiencies are equal the classes take turns: sums of
         # different weights come nearer to filling the room than multiples of one.
-        order = np.lexsort((rank, np.floor(np.abs(self.efficiency / self.price - 1) / _SAME_EFFICIENCY)))
+        order = np.lexsort((rank, np.floor(np.abs(efficiency[items] / self.price - 1) / _SAME_EFFICIENCY)))
         on_side = self.taken[order]
         turn = np.where(on_side, np.cumsum(on_side), np.cumsum(~on_side))
         self._select(order[np.argsort(turn, kind="stable")])
@@ -359,7 +415,7 @@ class _Core:
         return rate
 
     def _select(self, index):
-        for name in ("items", "taken", "efficiency", "loss", "total_loss", "weight_step", "value_step"):
+        for name in ("items", "taken", "efficiency", "loss", "total_loss", "weight_step", "value_step", "count_step"):
             setattr(self, name, getattr(self, name)[index])
 
     def fix_losers(self, position, gap):
@@ -375,11 +431,12 @@ class _Core:
         self.remove_rate = ahead(np.minimum, np.where(self.taken, self.efficiency, np.inf), np.inf)
         self.next_loss = ahead(np.minimum, self.loss, np.inf)
 
-    def upper_bounds(self, position, weights, values):
+    def upper_bounds(self, position, weights, values, counts):
         """What each state can become worth with the items from ``position`` on, if at least one of them is toggled."""
         room = _to_float(self.room - weights, self.scale)
         by_rate = room * np.where(room >= 0, self.add_rate[position], self.remove_rate[position])
-        return values + np.minimum(by_rate, self.price * room - self.next_loss[position])
+        by_rate = np.minimum(by_rate, self.price * room - self.next_loss[position])
+        return values + self.fee * (self.spare - counts) + by_rate
 
     def complete(self, position, weights, values, bounds):
         """The best value that one or two more toggles make of a state, that state, and the items toggled.
@@ -405,15 +462,16 @@ class _Core:
         return float(completed[best]), int(states[best]), self.items[toggled].tolist()
 
 
-def _search_core(core, lp_gain, least_gain, max_states):
-    """Items to toggle for the best selection, its gain over the break solution, and an upper bound of that gain."""
-    weights, values, bounds = np.zeros(1, dtype=core.weight_step.dtype), np.zeros(1), np.array([lp_gain])
+def _search_core(core, least_gain, max_states):
+    """Items to toggle for a selection better than the known, or None; and None if proven, else a bound of the gain."""
+    weights, values, counts = np.zeros(1, dtype=core.weight_step.dtype), np.zeros(1), np.zeros(1, dtype=np.int32)
+    bounds = np.array([core.gap])
     origins = []  # for each step and state: its index among the states before and, behind them, the same toggled
-    best, best_path = 0.0, (0, 0, [])  # the path: steps done, index as in origins, items toggled besides
+    best, best_path = core.known_gain, None  # the path: steps done, index as in origins, items toggled besides
     position = stored = completed_length = 0
     while len(weights) and position < len(core.items):
         if stored + 2 * len(weights) > max_states:
-            return _items_on_path(core, origins, best_path), best, float(bounds.max())
+            return _items_on_path(core, origins, best_path), float(bounds.max())
         best_before = best
         if len(weights) > 1.5 * completed_length:  # the list has grown: a better selection would cut it down
             completed_length = len(weights)
@@ -424,6 +482,7 @@ def _search_core(core, lp_gain, least_gain, max_states):
             weights, core.weight_step = weights.astype(object), core.weight_step.astype(object)
         weights = np.concatenate((weights, weights + core.weight_step[position]))
         values = np.concatenate((values, values + core.value_step[position]))
+        counts = np.concatenate((counts, counts + core.count_step[position]))
         position += 1
         order = np.argsort(weights, kind="stable")  # merges two sorted runs, in linear time
         weights, values = weights[order], values[order]
@@ -431,18 +490,21 @@ def _search_core(core, lp_gain, least_gain, max_states):
         if fitting and values[state := int(values[:fitting].argmax())] > best:
             best, best_path = float(values[state]), (position, int(order[state]), [])
         if best > best_before:
-            core.fix_losers(position, lp_gain - best - least_gain)
-        bounds = core.upper_bounds(position, weights, values)
+            core.fix_losers(position, core.gap - best - least_gain)
+        counts = counts[order]
+        bounds = core.upper_bounds(position, weights, values, counts)
         stays = bounds > best + least_gain
         stays[1:] &= values[1:] > np.maximum.accumulate(values)[:-1]  # else something lighter is worth as much
-        order, weights, values, bounds = order[stays], weights[stays], values[stays], bounds[stays]
+        order, weights, values, counts, bounds = (a[stays] for a in (order, weights, values, counts, bounds))
         origins.append(order.astype(np.int32))
         stored += len(order)
-    return _items_on_path(core, origins, best_path), best, best
+    return _items_on_path(core, origins, best_path), None
 
 
 def _items_on_path(core, origins, path):
     """Walk a path back to the break solution and collect the items toggled."""
+    if path is None:
+        return None
     position, index, toggled = path
     while position:
         position -= 1

@@ -80,11 +80,13 @@ class Labels:
     count: int = 0
     place: str = "the input"  # where the trace is now, for reasons: "aten.cat in layer1.0"
     module: str = ""
-    bound: dict[int, Dim] = field(default_factory=dict)  # sizes that the running module reads off its input
+    # Sizes that the running module reads off its input or its attributes → the dim that first had that size.
+    bound: dict[int, Dim | None] = field(default_factory=dict)
     ties: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     frozen: list[tuple[np.ndarray, str]] = field(default_factory=list)
     mixed: list[np.ndarray] = field(default_factory=list)
     heads: list[np.ndarray] = field(default_factory=list)
+    whole_heads: list[np.ndarray] = field(default_factory=list)  # heads that may go one by one
     splits: list[Split] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
@@ -115,6 +117,8 @@ class Labels:
         if any(axis.labels is not None for axis in axes):
             self.uses.append(Use(self.module, int(size), tuple(axes), names))
             if size in self.bound and not names:
+                first = self.bound[size]
+                self.bound[size] = tuple(axes) if first is None else first
                 self.tie(tuple(axes), self.bound[size])
 
     def split(self, axis: Axis, sizes: list[int]) -> list[Axis]:

@@ -12,8 +12,10 @@ from .channel_rules import ELEMENTWISE
 
 _NOT_FLOAT = frozenset("eq ge gt le lt ne isfinite isinf isnan logical_and logical_not logical_or logical_xor".split())
 # Ops that return something else than one tensor of the broadcast shape, or that follow a dtype argument.
-_OTHER = frozenset("native_dropout rrelu_with_noise _to_copy to type_as where copy copy_ expand_as lift_fresh detach alias "
-                   "zeros_like ones_like empty_like full_like rand_like randn_like bernoulli fill_ zero_".split())
+_OTHER = frozenset(
+    "native_dropout rrelu_with_noise _to_copy to type_as where copy copy_ expand_as lift_fresh detach alias "
+    "zeros_like ones_like empty_like full_like rand_like randn_like bernoulli fill_ zero_".split()
+)
 _BROADCAST = frozenset(ELEMENTWISE) - _OTHER
 
 
@@ -72,7 +74,9 @@ def _bmm(args):
 def _layer_norm(args):
     x, shape, *vectors = args
     n = len(shape)
-    if list(x.shape[-n:]) != list(shape) or any(isinstance(v, Tensor) and list(v.shape) != list(shape) for v in vectors):
+    if list(x.shape[-n:]) != list(shape) or any(
+        isinstance(v, Tensor) and list(v.shape) != list(shape) for v in vectors
+    ):
         return None
     statistics = _empty(x, (*x.shape[:-n], *[1] * n))
     return _empty(x, x.shape), statistics, statistics.clone()

@@ -136,7 +136,14 @@ def prune(
     if scores is None:
         scores = taylor_scores(model, groups, loader, **scoring)
     return sweep(
-        model, scores, [budget], round_to=round_to, min_keep=min_keep, ignore=ignore, bounds=bounds, groups=groups,
+        model,
+        scores,
+        [budget],
+        round_to=round_to,
+        min_keep=min_keep,
+        ignore=ignore,
+        bounds=bounds,
+        groups=groups,
         base_args=base_args,
     )[0]
 
@@ -165,9 +172,7 @@ def sweep(
         why = "; ".join(f"{name}: {reason}" for name, reason in list(groups.frozen.items())[:3])
         raise BudgetError(f"{model_name(model)} has no channels that can be removed: {why}")
     limits_of = _Limits(groups, round_to, min_keep, ignore, bounds or {})
-    ladders = [
-        ladder(values[group.name].numpy(), *limits_of.range(group), limits_of.step(group)) for group in groups
-    ]
+    ladders = [ladder(values[group.name].numpy(), *limits_of.range(group), limits_of.step(group)) for group in groups]
     options = limits_of.options
     return [_prune_once(model, groups, values, scores, ladders, budget, options, base_args) for budget in budgets]
 

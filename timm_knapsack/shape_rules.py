@@ -6,7 +6,9 @@ from .channel_rules import plain, register_rule, uniform
 from .labels import Axis, Dim, Labels, Layout, size_of
 
 
-@register_rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy", "flatten", "unflatten")
+@register_rule(
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy", "flatten", "unflatten"
+)
 def view(labels, op, layouts, args, kwargs, outputs):
     x = layouts(args[0])
     return Layout(labels.view(x.dims, list(outputs[0].shape)), x.weight)
@@ -48,7 +50,9 @@ def expand(labels, op, layouts, args, kwargs, outputs):
     x = layouts(args[0])
     shape = outputs[0].shape
     dims: list[Dim] = [()] * (len(shape) - len(x.dims)) + list(x.dims)
-    dims = [dim if dim or size == 1 else labels.new_dim(size, uniform=True) for dim, size in zip(dims, shape, strict=True)]
+    dims = [
+        dim if dim or size == 1 else labels.new_dim(size, uniform=True) for dim, size in zip(dims, shape, strict=True)
+    ]
     for size, dim in zip(shape, dims, strict=True):
         labels.use(size, dim)
     return Layout(dims, x.weight)
@@ -123,8 +127,17 @@ def unbind(labels, op, layouts, args, kwargs, outputs):
     return tuple(Layout([dim for i, dim in enumerate(x.dims) if i != d], x.weight) for _ in outputs)
 
 
-@register_rule("split", "unsafe_split", "chunk", "unsafe_chunk", "split_with_sizes", "unsafe_split_with_sizes",
-               "split_with_sizes_copy", "split_copy", "tensor_split")
+@register_rule(
+    "split",
+    "unsafe_split",
+    "chunk",
+    "unsafe_chunk",
+    "split_with_sizes",
+    "unsafe_split_with_sizes",
+    "split_with_sizes_copy",
+    "split_copy",
+    "tensor_split",
+)
 def split(labels, op, layouts, args, kwargs, outputs):
     x = layouts(args[0])
     d = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % len(x.dims)

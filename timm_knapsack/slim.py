@@ -29,7 +29,9 @@ def slice_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tens
     """
     tensors = dict(named_tensors(model))
     if {name: tuple(t.shape) for name, t in tensors.items()} != dict(groups.shapes):
-        changed = next((n for n in groups.shapes if n not in tensors or tuple(tensors[n].shape) != groups.shapes[n]), None)
+        changed = next(
+            (n for n in groups.shapes if n not in tensors or tuple(tensors[n].shape) != groups.shapes[n]), None
+        )
         raise KeepError(
             f"these groups belong to another model: {changed or 'a tensor'} differs; call find_channel_groups(model) again"
         )
@@ -133,9 +135,13 @@ def resize_model(model: nn.Module, config: ChannelConfig) -> nn.Module:
         shape = tensors[name].shape
         for dim, size in dims.items():
             if dim >= len(shape):
-                raise ChannelConfigError(f"widths[{name!r}]: there is no dim {dim}; the parameter has {len(shape)} dims")
+                raise ChannelConfigError(
+                    f"widths[{name!r}]: there is no dim {dim}; the parameter has {len(shape)} dims"
+                )
             if size > shape[dim]:
-                raise ChannelConfigError(f"widths[{name!r}]['{dim}'] is {size}, more than the base model's {shape[dim]}")
+                raise ChannelConfigError(
+                    f"widths[{name!r}]['{dim}'] is {size}, more than the base model's {shape[dim]}"
+                )
 
     def resized(name: str, tensor: Tensor) -> Tensor:
         if tensor is not tensors.get(name):

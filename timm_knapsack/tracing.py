@@ -10,10 +10,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from . import shape_rules  # noqa: F401  (fills the table)
+from .attributes import channel_numbers
 from .channel_rules import RULES, freeze_all, plain
 from .errors import TraceError
 from .labels import Axis, Labels, Layout, size_of
@@ -99,7 +101,8 @@ class Trace(TorchDispatchMode):
 
         def enter(module, inputs):
             name = self._modules.get(id(module), self._stack[-1][0] if self._stack else "")
-            self._stack.append((name, self._bound_sizes(inputs) if type(module).__name__ in self.bound_classes else {}))
+            bound = self._bound_sizes(module, inputs) if type(module).__name__ in self.bound_classes else {}
+            self._stack.append((name, bound))
 
         def leave(module, *_):
             self._stack.pop()
@@ -120,14 +123,31 @@ class Trace(TorchDispatchMode):
         """The module that is running, or that raised the error that ended the trace."""
         return self._stack[-1][0] if self._stack else ""
 
-    def _bound_sizes(self, inputs) -> dict[int, tuple]:
-        """The channel dims of a module's inputs, by size: its code may read them off the input's shape."""
-        sizes = {}
+    def _bound_sizes(self, module: nn.Module, inputs) -> dict[int, tuple | None]:
+        """Sizes a module's code may read off its inputs' channel dims, or off one attribute for several layers."""
+        sizes = dict.fromkeys(channel_numbers(module))
         for tensor in self.tensors(inputs, {}):
             for dim in self(tensor).dims:
-                if any(axis.labels is not None and not axis.uniform for axis in dim):
-                    sizes.setdefault(size_of(dim), dim)
+                if any(axis.labels is not None and not axis.uniform for axis in dim) and not sizes.get(size_of(dim)):
+                    sizes[size_of(dim)] = dim
         return sizes
+
+
+class _AttentionScale(TorchFunctionMode):
+    """Fused attention without an explicit scale divides by the width of a head: its channels are not independent.
+
+    On the meta device the fused op is taken apart before a dispatch mode sees it, so it is watched one level up.
+    """
+
+    def __init__(self, trace: Trace):
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention and kwargs.get("scale") is None:
+            self.trace.labels.mix(self.trace((args[0] if args else kwargs["query"])).dims[-1])
+        return func(*args, **kwargs)
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -209,7 +229,9 @@ def first_conv_channels(model: nn.Module) -> int | None:
 def inputs_like(example_inputs, device) -> tuple:
     """Positional inputs on a device; floating tensors only."""
     inputs = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    return tuple(torch.empty_like(x, device=device) if isinstance(x, Tensor) and device == "meta" else x for x in inputs)
+    return tuple(
+        torch.empty_like(x, device=device) if isinstance(x, Tensor) and device == "meta" else x for x in inputs
+    )
 
 
 def run_trace(model: nn.Module, inputs: tuple, bound_classes: frozenset[str] = frozenset()) -> Trace:
@@ -232,7 +254,9 @@ def run_trace(model: nn.Module, inputs: tuple, bound_classes: frozenset[str] = f
         if name in wanted:
             handles.append(module.register_forward_hook(lambda m, i, y, n=name: features.__setitem__((n, "out"), y)))
             handles.append(
-                module.register_forward_pre_hook(lambda m, i, n=name: features.__setitem__((n, "in"), i[0]) if i else None)
+                module.register_forward_pre_hook(
+                    lambda m, i, n=name: features.__setitem__((n, "in"), i[0]) if i else None
+                )
             )
     inner = getattr(model, "forward_features", None)
     if callable(inner) and "forward_features" not in vars(model):
@@ -243,7 +267,7 @@ def run_trace(model: nn.Module, inputs: tuple, bound_classes: frozenset[str] = f
 
         model.forward_features = remember
     try:
-        with torch.no_grad(), trace.following_modules(), trace:
+        with torch.no_grad(), trace.following_modules(), _AttentionScale(trace), trace:
             output = model(*inputs)
     except Exception as error:
         error.raised_in = trace.running

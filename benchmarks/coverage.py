@@ -1,0 +1,244 @@
+"""Every timm family through trace, prune, oracle and round trip: writes benchmarks/coverage.csv and docs/coverage.md.
+
+usage: python benchmarks/coverage.py [--models NAME …] [--list FILE] [--families] [--jobs 2] [--timeout 900] [--out CSV]
+
+By default one model of each timm model file: the list in ../shared/data/timm_families.txt where it is there, else the
+smallest model of every module of the installed timm (--families forces this). Each model runs in a process of its own.
+Checks, per model:
+- groups found and verified; MACs from the trace = torch's FlopCounterMode / 2, before and after pruning
+- pruned to 50 % of the MACs with random scores (or as low as it goes, up to 60 %)
+- oracle, in float64: slim = masked to 1e-4 relative, over the groups that no norm runs across
+- forward and backward in training mode; ChannelConfig → JSON → resize_model gives the same shapes
+"""
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FIELDS = [
+    "model",
+    "module",
+    "groups",
+    "removable",
+    "macs_left",
+    "oracle",
+    "exact_groups",
+    "status",
+    "trace_s",
+    "total_s",
+    "frozen_layers",
+    "frozen_why",
+    "error",
+]
+FLOOR = 0.6  # a family counts as covered when at most this share of its MACs is left
+
+
+def check(name: str) -> dict:
+    """All checks for one model, in this process."""
+    import timm
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    import timm_knapsack as tk
+    from timm_knapsack.slim import channel_config_of, mask_model
+    from timm_knapsack.tracing import copy_with, example_input, on_meta
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    model = timm.create_model(name).eval()
+    row = {"model": name, "module": type(model).__module__.rsplit(".", 1)[-1]}
+    randomise(model)
+    began = time.perf_counter()
+    groups = tk.find_channel_groups(model)
+    row["trace_s"] = round(time.perf_counter() - began, 2)
+    full = groups.macs()
+    least = groups.macs([1] * len(groups))
+    row.update(groups=len(groups), removable=round(1 - least / full, 4), frozen_layers=len(groups.frozen))
+    row["frozen_why"] = "; ".join(sorted({r for r in groups.frozen.values() if r != "the model's output"})[:3])[:400]
+    shape = example_input(model)
+    failures = []
+
+    def counted(net):
+        try:
+            net = on_meta(net).requires_grad_(False)
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                net(torch.empty(shape, device="meta"))
+        except RuntimeError:  # asks for values: count on real tensors
+            net = copy_with(net, lambda _, t: t).eval().requires_grad_(False)
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                net(torch.zeros(shape))
+        return counter.get_total_flops() / 2
+
+    if counted(model) != full:
+        failures.append(f"{full} MACs traced, torch counts {counted(model)}")
+    scores = tk.taylor_scores(model, groups, criterion="random")
+    target = max(0.5, least / full * 1.02)
+    result = tk.prune(model, scores=scores, budget=tk.Budget(macs=target), groups=groups)
+    sizes = [len(result.keep[g.name]) for g in groups]
+    row["macs_left"] = round(result.report.line("macs").counted / full, 4)
+    if result.report.line("macs").counted != groups.macs(sizes) or counted(result.model) != groups.macs(sizes):
+        failures.append(f"{groups.macs(sizes)} MACs predicted for the slim model, torch counts {counted(result.model)}")
+
+    exact = {g.name: result.keep[g.name] for g in groups if not g.crosses_norm}
+    row["exact_groups"] = len(exact)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    double = model.double()
+    with torch.no_grad():
+        masked = first(mask_model(double, groups, exact)(x.double()))
+        slim = first(tk.slice_model(double, groups, exact)(x.double()))
+    row["oracle"] = float(f"{((slim - masked).abs().max() / masked.abs().max()).item():.2e}")
+    if not row["oracle"] <= 1e-4:
+        failures.append(f"slim differs from masked by {row['oracle']}")
+    del double, masked, slim
+
+    slim = result.model.train()
+    y = first(slim(torch.cat([x, x.flip(-1)]) if x.shape[-1] <= 300 else x))
+    y.float().square().mean().backward()
+    if not torch.isfinite(y).all() or all(p.grad is None for p in slim.parameters()):
+        failures.append("forward and backward of the slim model is not finite")
+    config = tk.ChannelConfig.from_json(channel_config_of(groups, result.keep, name).to_json())
+    with torch.device("meta"):
+        rebuilt = tk.resize_model(timm.create_model(name), config)
+    if {k: v.shape for k, v in rebuilt.state_dict().items()} != {k: v.shape for k, v in slim.state_dict().items()}:
+        failures.append("the ChannelConfig does not rebuild the slim model's shapes")
+    row["total_s"] = round(time.perf_counter() - start, 1)
+    row["error"] = "; ".join(failures)
+    row["status"] = "wrong" if failures else "pass" if row["macs_left"] <= FLOOR else "frozen"
+    return row
+
+
+def first(output):
+    while isinstance(output, (tuple, list)):
+        output = output[0]
+    return output
+
+
+def randomise(model) -> None:
+    """Weights for which every channel matters, as after training; zero-initialised branches would hide mistakes."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not tensor.is_floating_point():
+            continue
+        if isinstance(tensor, torch.nn.Parameter):
+            if tensor.dim() >= 2 and tensor.shape[0] > 1 and tensor[0].numel() > 1:
+                tensor.data.normal_(0, tensor[0].numel() ** -0.5, generator=generator)
+            else:
+                tensor.data.uniform_(0.5, 1.0, generator=generator)
+        elif name.endswith("running_var"):
+            tensor.data.uniform_(0.5, 1.5, generator=generator)
+        elif name.endswith("running_mean"):
+            tensor.data.normal_(0, 0.1, generator=generator)
+
+
+def smallest_of_each_family() -> list[str]:
+    import timm
+    import torch
+
+    import timm_knapsack  # noqa: F401
+
+    names = []
+    for module in timm.list_modules():
+        sizes = []
+        for name in timm.list_models(module=module):
+            if "knapsack" in name or "cifar" in name:
+                continue
+            with torch.device("meta"):
+                sizes.append((sum(p.numel() for p in timm.create_model(name).parameters()), name))
+        if sizes:
+            names.append(min(sizes)[1])
+    return names
+
+
+def run(name: str, timeout: float) -> dict:
+    command = [sys.executable, __file__, "--one", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if lines:
+            return json.loads(lines[-1])
+        error = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    except subprocess.TimeoutExpired:
+        error = f"more than {timeout} s"
+    return {"model": name, "status": "crash", "error": error[:300]}
+
+
+def table(rows: list[dict], command: str) -> str:
+    covered = sum(row["status"] == "pass" for row in rows)
+    crashed = sum(row["status"] in ("crash", "wrong") for row in rows)
+    lines = [
+        "# What can be pruned",
+        "",
+        f"One model of each timm model file: {covered} of {len(rows)} prune to at most {FLOOR:.0%} of their MACs and pass every",
+        f"check; {crashed} crash or come out wrong. Made by `{command}` on {date.today()}; the checks are described at the",
+        "top of that file. *removable*: share of the MACs that is left when every group keeps a single unit, subtracted",
+        "from 1. *oracle*: largest relative difference between the slim model and the masked one, in float64.",
+        "",
+        "| model | groups | removable | MACs left | oracle | result | trace, s | frozen: why |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [
+            row["model"],
+            row.get("groups", ""),
+            row.get("removable", ""),
+            row.get("macs_left", ""),
+            row.get("oracle", ""),
+            row["status"] + (f": {row['error']}" if row.get("error") else ""),
+            row.get("trace_s", ""),
+            (row.get("frozen_why") or "").replace("|", "/")[:160],
+        ]
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*")
+    parser.add_argument("--list", default=str(ROOT.parent / "shared/data/timm_families.txt"))
+    parser.add_argument("--families", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=900)
+    parser.add_argument("--out", default=str(ROOT / "benchmarks/coverage.csv"))
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(check(options.one)))
+        return
+    if options.models:
+        names = options.models
+    elif Path(options.list).exists() and not options.families:
+        names = [line.split("\t")[0] for line in open(options.list) if line.strip() and not line.startswith("#")]
+    else:
+        names = smallest_of_each_family()
+    rows: dict[str, dict] = {}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(lambda name: run(name, options.timeout), names):
+            rows[row["model"]] = row
+            print(
+                f"{len(rows):>4}/{len(names)} {row['model']:<40} {row['status']:<7} left {row.get('macs_left', '')} "
+                f"oracle {row.get('oracle', '')} {row.get('total_s', '')} s {row.get('error', '')}",
+                flush=True,
+            )
+            with open(options.out, "w", newline="") as file:  # results as they come: a long run may be stopped
+                writer = csv.DictWriter(file, FIELDS)
+                writer.writeheader()
+                writer.writerows(rows.values())
+    done = list(rows.values())
+    if options.out == parser.get_default("out") and not options.models:
+        (ROOT / "docs/coverage.md").write_text(table(done, "python benchmarks/coverage.py"))
+    bad = [row["model"] for row in done if row["status"] in ("crash", "wrong")]
+    print(f"{sum(row['status'] == 'pass' for row in done)} of {len(done)} pass; wrong or crashed: {bad or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
