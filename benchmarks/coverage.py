@@ -14,6 +14,7 @@ Checks, per model:
 import argparse
 import csv
 import json
+import random
 import subprocess
 import sys
 import time
@@ -87,7 +88,12 @@ def check(name: str) -> dict:
     if result.report.line("macs").counted != groups.macs(sizes) or counted(result.model) != groups.macs(sizes):
         failures.append(f"{groups.macs(sizes)} MACs predicted for the slim model, torch counts {counted(result.model)}")
 
-    exact = {g.name: result.keep[g.name] for g in groups if not g.crosses_norm}
+    draw = random.Random(0)
+    exact = {
+        g.name: sorted(draw.sample(range(g.size), max(1, int(g.size * draw.uniform(0.3, 0.8)))))
+        for g in groups
+        if not g.crosses_norm
+    }
     row["exact_groups"] = len(exact)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     double = model.double()
@@ -178,10 +184,10 @@ def table(rows: list[dict], command: str) -> str:
     lines = [
         "# What can be pruned",
         "",
-        f"One model of each timm model file: {covered} of {len(rows)} prune to at most {FLOOR:.0%} of their MACs and pass every",
-        f"check; {crashed} crash or come out wrong. Made by `{command}` on {date.today()}; the checks are described at the",
-        "top of that file. *removable*: share of the MACs that is left when every group keeps a single unit, subtracted",
-        "from 1. *oracle*: largest relative difference between the slim model and the masked one, in float64.",
+        f"One model of each timm model file: {covered} of {len(rows)} prune to at most {FLOOR:.0%} of their MACs and pass",
+        f"every check; {crashed} crash or come out wrong. Made by `{command}` on {date.today()}; the checks are",
+        "described at the top of that file. *removable*: share of the MACs that goes when every group keeps a single",
+        "unit. *oracle*: largest relative difference between the slim model and the masked one, in float64.",
         "",
         "| model | groups | removable | MACs left | oracle | result | trace, s | frozen: why |",
         "|---|---|---|---|---|---|---|---|",
