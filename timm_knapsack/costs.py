@@ -21,6 +21,7 @@ class Cost(ABC):
 
     name: str
     unit: str
+    steps: Sequence[int] | None = None  # units of each group that are best kept together, where that matters
 
     @abstractmethod
     def at(self, kept: Sequence[float]) -> float:

@@ -1,6 +1,7 @@
 """prune(): scores and a budget in, a smaller ordinary model out."""
 
 import fnmatch
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,9 +16,13 @@ from .channel_config import ChannelConfig
 from .channel_groups import ChannelGroup, ChannelGroups, find_channel_groups
 from .costs import Cost, count_macs, count_params, macs_cost, params_cost
 from .errors import BudgetError, KnapsackError
+from .latency_cost import TimeLine
 from .slim import channel_config_of, kept_indices, slice_model
 from .taylor_scores import check_scores, model_name, taylor_scores
-from .width_search import ladder, search_widths
+from .width_search import WidthSolution, ladder, search_widths
+
+MAX_CORRECTIONS = 4
+MISS = (0.975, 1.015)  # measured ÷ asked that needs no correction
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class PruneReport:
     upper_bound: float  # what the knapsack could have kept at most, at the final widths' costs
     rounds: int
     seconds: float
+    corrections: int = 0  # times that a latency budget was measured, missed, and solved again
+    times: tuple[TimeLine, ...] = ()  # with a latency budget: seconds layer by layer, predicted and measured
     scores: dict[str, Any] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -72,6 +79,9 @@ class PruneReport:
         for c in self.costs:
             asked = "" if c.asked is None else f"{c.asked:.6g}"
             rows.append(f"{c.name:<10}{c.original:>14.6g}{asked:>14}{c.counted:>14.6g}{c.counted / c.original:>9.1%}")
+            if c.measured is not None:
+                left = c.measured / c.original_measured
+                rows.append(f"{'  measured':<10}{c.original_measured:>14.6g}{'':>14}{c.measured:>14.6g}{left:>9.1%}")
         rows.append(f"importance kept: {self.value / self.total_value if self.total_value else 1:.2%}")
         return "\n".join(rows)
 
@@ -172,41 +182,87 @@ def sweep(
         why = "; ".join(f"{name}: {reason}" for name, reason in list(groups.frozen.items())[:3])
         raise BudgetError(f"{model_name(model)} has no channels that can be removed: {why}")
     limits_of = _Limits(groups, round_to, min_keep, ignore, bounds or {})
-    ladders = [ladder(values[group.name].numpy(), *limits_of.range(group), limits_of.step(group)) for group in groups]
-    options = limits_of.options
-    return [_prune_once(model, groups, values, scores, ladders, budget, options, base_args) for budget in budgets]
+    return [_prune_once(model, groups, values, scores, limits_of, budget, base_args) for budget in budgets]
 
 
-def _prune_once(model, groups, values, scores, ladders, budget, options, base_args) -> PruneResult:
+def _prune_once(model, groups, values, scores, limits_of, budget, base_args) -> PruneResult:
     start = time.perf_counter()
     costs = _costs(model, groups, budget)
-    full = groups.sizes
-    limits = budget.limits({cost.name: cost.at(full) for cost in costs})
-    solution = search_widths(ladders, costs, limits)
-    if solution is None:
-        raise _unreachable(model, groups, ladders, costs, limits)
-    keep = {}
-    for group, count in zip(groups, solution.counts, strict=True):
-        best = np.argsort(-values[group.name].numpy(), kind="stable")[:count]
-        keep[group.name] = torch.from_numpy(np.sort(best).astype(np.int64))
-    slim = slice_model(model, groups, keep)
+    limits = budget.limits({cost.name: cost.at(groups.sizes) for cost in costs})
+    ladders = []
+    for number, group in enumerate(groups):
+        step = math.lcm(limits_of.step(group), *(int(cost.steps[number]) for cost in costs if cost.steps is not None))
+        ladders.append(ladder(values[group.name].numpy(), *limits_of.range(group, step), step))
+    choices = _choices(model, groups, values, ladders, costs, limits, isinstance(budget.latency, str))
+    choice = min(choices, key=lambda choice: choice.badness)
+    solution, keep, slim = choice.solution, choice.keep, choice.slim
     config = _config(model, groups, keep, base_args)
     slim.channel_config = config
+    slim.kept_channels = kept_outputs(groups, keep)  # of the model it was cut from, for recovery and distillation
     report = PruneReport(
         model=model_name(model),
         input_size=tuple(groups.input_shape[1:]),
-        costs=tuple(_lines(model, slim, groups, costs, limits, solution.counts)),
+        costs=tuple(_lines(model, groups, costs, limits, choice)),
         layers=tuple(_layers(groups, keep)),
         value=solution.value,
         total_value=float(sum(v.sum() for v in values.values())),
         upper_bound=solution.upper_bound,
         rounds=solution.rounds,
+        corrections=len(choices) - 1,
+        times=_times(model, groups, costs, choice),
         seconds=time.perf_counter() - start,
         scores={key: getattr(scores, key) for key in ("criterion", "data", "samples") if hasattr(scores, key)},
         frozen=dict(groups.frozen),
-        options={**options, "budget": {k: str(v) if isinstance(v, str) else v for k, v in budget.asked.items()}},
+        options={**limits_of.options, "budget": dict(budget.asked)},
     )
-    return PruneResult(slim, keep, config, report, kept_outputs(groups, keep))
+    return PruneResult(slim, keep, config, report, slim.kept_channels)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Widths that were solved for and cut, and what they take on the device if that was asked."""
+
+    solution: WidthSolution
+    keep: dict[str, Tensor]
+    slim: nn.Module
+    comparison: Any = None
+    miss: float = 1.0  # measured ÷ asked
+
+    @property
+    def badness(self) -> float:
+        """How far from the budget; a result that is too slow counts double."""
+        return abs(math.log(self.miss)) * (2 if self.miss > 1 else 1)
+
+
+def _choices(model, groups, values, ladders, costs, limits, absolute: bool) -> list[_Choice]:
+    """Solve; where time is asked for, measure the result, correct what the search aims at, and solve again."""
+    timed = next((cost for cost in costs if cost.name == "latency"), None)
+    aim = dict(limits)
+    choices: list[_Choice] = []
+    while len(choices) <= MAX_CORRECTIONS:
+        solution = search_widths(ladders, costs, aim)
+        if solution is None:
+            if not choices:
+                raise _unreachable(model, groups, ladders, costs, limits)
+            break
+        keep = {}
+        for group, count in zip(groups, solution.counts, strict=True):
+            best = np.argsort(-values[group.name].numpy(), kind="stable")[:count]
+            keep[group.name] = torch.from_numpy(np.sort(best).astype(np.int64))
+        slim = slice_model(model, groups, keep)
+        comparison = timed.compare(model, slim) if timed is not None else None
+        if comparison is None:
+            return [_Choice(solution, keep, slim)]
+        if absolute:
+            miss = comparison.latencies[1].median / limits[timed.name]
+        else:
+            miss = comparison.ratios[1] * timed.at(groups.sizes) / limits[timed.name]
+        choices.append(_Choice(solution, keep, slim, comparison, miss))
+        idle = timed.at(solution.counts) < aim[timed.name] * 0.97  # another budget, or nothing left to keep, decides
+        if MISS[0] <= miss <= MISS[1] or (miss < 1 and idle):
+            break
+        aim[timed.name] /= miss
+    return choices
 
 
 class _Limits:
@@ -224,16 +280,17 @@ class _Limits:
         self.round_to, self.min_keep, self.ignore, self.bounds = round_to, min_keep, ignore, bounds
         self.options = {"round_to": round_to, "min_keep": min_keep, "ignore": list(ignore), "bounds": dict(bounds)}
 
-    def range(self, group: ChannelGroup) -> tuple[int, int]:
+    def range(self, group: ChannelGroup, step: int) -> tuple[int, int]:
         if any(_matches(group, pattern) for pattern in self.ignore):
             return group.size, group.size
         least, most = _count(self.min_keep, group.size), group.size
+        if group.crosses_norm:  # a norm over a single channel leaves nothing of it
+            least = max(least, min(2, group.size))
         for pattern, (low, high) in self.bounds.items():
             if _matches(group, pattern):
                 least, most = _count(low, group.size), _count(high, group.size)
                 if least > most:
                     raise KnapsackError(f"bounds[{pattern!r}]: {low} is more than {high}")
-        step = self.step(group)
         return min(-(-least // step) * step, group.size), most
 
     def step(self, group: ChannelGroup) -> int:
@@ -274,13 +331,20 @@ def _unreachable(model, groups, ladders, costs, limits) -> BudgetError:
     )
 
 
-def _lines(model, slim, groups, costs, limits, counts):
+def _lines(model, groups, costs, limits, choice: _Choice):
     size = tuple(groups.input_shape[1:])
+    slim, counts, measured = choice.slim, choice.solution.counts, choice.comparison
     yield CostLine("macs", "MACs", count_macs(model, size), limits.get("macs"), count_macs(slim, size))
     yield CostLine("params", "parameters", count_params(model), limits.get("params"), count_params(slim))
     for cost in costs:
         if cost.name not in ("macs", "params"):
-            yield CostLine(cost.name, cost.unit, cost.at(groups.sizes), limits[cost.name], cost.at(counts))
+            times = [latency.median for latency in measured.latencies] if measured else [None, None]
+            yield CostLine(cost.name, cost.unit, cost.at(groups.sizes), limits[cost.name], cost.at(counts), *times)
+
+
+def _times(model, groups, costs, choice: _Choice) -> tuple[TimeLine, ...]:
+    timed = next((cost for cost in costs if cost.name == "latency"), None)
+    return timed.layer_lines(model, choice.slim, groups.sizes, choice.solution.counts) if timed is not None else ()
 
 
 def _layers(groups: ChannelGroups, keep: Mapping[str, Tensor]):

@@ -1,0 +1,84 @@
+"""Do latency budgets hold? Measured ÷ asked, on networks that are pruned and then measured again from scratch.
+
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/latency_budgets.py --out benchmarks/results/latency_budgets.txt
+
+For each network and batch size: build (or load) its latency table, prune to each fraction of its own time, then measure
+the original and all pruned networks in turns, in a run of their own that the pruning never saw. Scores are random: the
+budget must hold for any. Lines are written as they come; a second call goes on where the first one stopped.
+OMP_WAIT_POLICY=PASSIVE matters on a busy machine: threads that spin at barriers wait for a core that others hold.
+"""
+
+import argparse
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+import timm_knapsack as tk
+from timm_knapsack.latency import LatencyTable, compare_latency, device_name
+
+MODELS = ("resnet18", "resnet50", "mobilenetv3_large_100", "efficientnet_b0", "convnext_tiny")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.7, 0.5])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--table-seconds", type=float, default=150)
+    parser.add_argument("--check-seconds", type=float, default=25)
+    parser.add_argument("--tables", type=Path, default=Path.home() / ".cache/timm-knapsack/latency")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    done = args.out.read_text() if args.out.exists() else ""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(line):
+        print(line, flush=True)
+        with args.out.open("a") as file:
+            file.write(line + "\n")
+
+    if not done:
+        write(f"# python benchmarks/latency_budgets.py --threads {args.threads} --table-seconds {args.table_seconds:g}")
+        cpu = device_name(torch.device("cpu"))
+        write(f"# {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {cpu}, torch {torch.__version__}")
+        write("# predicted, measured: fraction of the original's time; ±: 95 % interval of the median ratio")
+        write(f"{'model':<24}{'batch':>5}{'asked':>7}{'predicted':>10}{'measured':>9}{'±':>7}{'meas/asked':>11}"
+              f"{'corrections':>12}{'MACs':>7}{'table s':>8}{'load s':>7}  stairs")  # fmt: skip
+    for batch_size in args.batch_sizes:
+        for name in args.models:
+            if f"{name:<24}{batch_size:>5}" in done:
+                continue
+            measure(name, batch_size, args, write)
+
+
+def measure(name: str, batch_size: int, args, write) -> None:
+    import timm
+
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval()
+    groups = tk.find_channel_groups(model)
+    path = args.tables / f"{name}-b{batch_size}-t{args.threads}.json"
+    options = {"batch_size": batch_size, "path": path, "max_seconds": args.table_seconds, "progress": True}
+    table = LatencyTable.measure(model, groups, **options)
+    start = time.monotonic()
+    table = LatencyTable.measure(model, groups, **options)  # from the file
+    table.cost(model, groups)
+    loading = time.monotonic() - start
+    scores = {group.name: torch.rand(group.size, dtype=torch.float64) for group in groups}
+    budgets = [tk.Budget(latency=fraction, table=table) for fraction in args.budgets]
+    results = tk.sweep(model, scores, budgets, groups=groups)
+    networks = [model, *(result.model for result in results)]
+    check = compare_latency(networks, batch_size=batch_size, precision=0.007, max_seconds=args.check_seconds)
+    for asked, result, ratio, error in zip(args.budgets, results, check.ratios[1:], check.uncertainty[1:], strict=True):
+        line, macs = result.report.line("latency"), result.report.line("macs")
+        write(f"{name:<24}{batch_size:>5}{asked:>7.2f}{line.counted / line.original:>10.3f}{ratio:>9.3f}{error:>7.1%}"
+              f"{ratio / asked:>11.3f}{result.report.corrections:>12}{macs.counted / macs.original:>7.3f}"
+              f"{table.seconds:>8.0f}{loading:>7.1f}  {table.stairs}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
