@@ -34,8 +34,8 @@ class ChannelGroup:
     """Units that can be chosen freely against each other, with every slice of every parameter that each owns.
 
     ResNet-50's ``layer1`` residual stream is one group of 256 units, named after the first layer that makes it;
-    ``layer1.0.conv1`` is another, of 64: unit 5 of it owns filter 5 of ``layer1.0.conv1.weight``, entry 5 of each vector
-    of ``layer1.0.bn1``, and input channel 5 of ``layer1.0.conv2.weight``.
+    ``layer1.0.conv1`` is another, of 64: unit 5 of it owns filter 5 of ``layer1.0.conv1.weight``, entry 5 of each
+    vector of ``layer1.0.bn1``, and input channel 5 of ``layer1.0.conv2.weight``.
     """
 
     name: str
@@ -309,11 +309,13 @@ def fold(kind, key, constant, counts):
 
 def _parts(component, column_of, index_of, group_of) -> dict[tuple[int, int], np.ndarray]:
     """(group, column) → indices [units, width], units in the order of their component."""
+    result = {}
+    if component.size == 0:
+        return result
     group = group_of[component]
     order = np.lexsort((index_of, component, column_of, group))
     group, column_of, index_of, component = (a[order] for a in (group, column_of, index_of, component))
-    starts = np.flatnonzero(np.r_[True, (np.diff(group) != 0) | (np.diff(column_of) != 0)]) if group.size else []
-    result = {}
+    starts = np.flatnonzero(np.r_[True, (np.diff(group) != 0) | (np.diff(column_of) != 0)])
     for start, stop in zip(starts, [*starts[1:], group.size], strict=True):
         units = np.unique(component[start:stop]).size
         result[int(group[start]), int(column_of[start])] = index_of[start:stop].reshape(units, -1)

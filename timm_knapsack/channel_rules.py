@@ -167,7 +167,14 @@ def convolution(labels, op, layouts, args, kwargs, outputs):
     x, weight = layouts(args[0]), layouts(args[1])
     transposed, groups = args[6], args[8]
     out, into = (weight.dims[1], weight.dims[0]) if transposed else (weight.dims[0], weight.dims[1])
-    for dim in (*x.dims[2:], *weight.dims[2:]):
+    pixels = plain(outputs[0].shape[2:]).dims
+    if _slides_along_channels(x, args, outputs):
+        labels.mix(x.dims[2])  # without a channel, others become neighbours
+        pixels = [x.dims[2]]
+    else:
+        for dim in x.dims[2:]:
+            labels.freeze(dim, "a kernel or pixel position, not a channel")
+    for dim in weight.dims[2:]:
         labels.freeze(dim, "a kernel or pixel position, not a channel")
     if groups == 1:
         into = labels.tie(into, x.dims[1])
@@ -182,10 +189,21 @@ def convolution(labels, op, layouts, args, kwargs, outputs):
         _roles(labels, weight.dims[1 if transposed else 0], weight.dims[0 if transposed else 1])
     bias = args[2]
     channels = labels.tie(out, layouts(bias).dims[0]) if bias is not None else out
-    kernel = prod(args[1].shape[2:])
-    pixels = prod((args[0] if transposed else outputs[0]).shape[2:])
-    _count(labels, [x.dims[0], out, consumed], kernel * pixels)
-    return Layout([x.dims[0], channels, *plain(outputs[0].shape[2:]).dims])
+    counted = plain(args[0].shape[2:]).dims if transposed else pixels
+    _count(labels, [x.dims[0], out, consumed, *counted], prod(args[1].shape[2:]))
+    return Layout([x.dims[0], channels, *pixels])
+
+
+def _slides_along_channels(x: Layout, args, outputs) -> bool:
+    """ECA: a small 1-d conv over the vector of all channels, which stand where pixels would be."""
+    _, weight, _, stride, _, dilation, transposed = args[:7]
+    return (
+        list(weight.shape[:-1]) == [1, 1]
+        and list(stride) == list(dilation) == [1]
+        and not transposed
+        and len(x.dims[2]) == 1
+        and outputs[0].shape == args[0].shape
+    )
 
 
 def _grouped(labels: Labels, x: Dim, out: Dim, into: Dim, groups: int) -> tuple[Dim, Dim]:
