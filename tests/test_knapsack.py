@@ -58,6 +58,10 @@ def equal_weights(rng, n):
     return rng.random(n), np.full(n, 7)
 
 
+def near_constant(rng, n):
+    return 1 + 0.01 * rng.standard_normal(n), rng.choice([44, 45, 48, 57, 64], n)
+
+
 def equal_items(rng, n):
     return np.full(n, 0.37), rng.choice([1000, 1501], n)
 
@@ -103,8 +107,9 @@ def dyadic_weights(rng, n):
 
 
 SMALL_KINDS = [
-    uncorrelated, tied_values, few_weights, equal_weights, equal_items, weakly_correlated, strongly_correlated,
-    subset_sum, float_subset_sum, zero_weights, signs_and_zeros, huge_weights, heavy_tailed, dyadic_weights,
+    uncorrelated, tied_values, few_weights, equal_weights, near_constant, equal_items, weakly_correlated,
+    strongly_correlated, subset_sum, float_subset_sum, zero_weights, signs_and_zeros, huge_weights, heavy_tailed,
+    dyadic_weights,
 ]  # fmt: skip
 
 
@@ -145,7 +150,7 @@ def small_instances(kind, count, largest):
 
 @pytest.mark.parametrize("kind", SMALL_KINDS, ids=lambda kind: kind.__name__)
 def test_exact_equals_brute_force(kind):
-    for values, weights, capacity in small_instances(kind, 130, largest=12):  # 14 kinds, with the next test 2020
+    for values, weights, capacity in small_instances(kind, 130, largest=12):  # 15 kinds: 1950, and 200 in the next test
         optimum = brute_force(values, weights, capacity)
         check(solve_knapsack(values, weights, capacity), values, weights, capacity, optimum)
 
@@ -170,6 +175,38 @@ def test_exact_equals_algorithm_1_on_mid_size_instances(kind):
         table = solve_knapsack(values, weights, capacity, method="dp")
         check(solve_knapsack(values, weights, capacity), values, weights, capacity, table.value)
         assert table.weight <= capacity and table.is_optimal
+
+
+@pytest.mark.parametrize(
+    "kind", [tied_values, few_weights, equal_items, strongly_correlated, near_constant, signs_and_zeros, subset_sum],
+    ids=lambda kind: kind.__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("completing", [True, False])
+def test_splitting_by_count_is_exact_too(monkeypatch, kind, completing):
+    """Forced on instances that do without; also without the shortcut that finds good selections before the search."""
+    monkeypatch.setattr(knapsack, "_EASY_STATES", 0)
+    if not completing:
+        monkeypatch.setattr(knapsack._Core, "complete", lambda *args: (-math.inf, 0, []))
+    for values, weights, capacity in small_instances(kind, 60, largest=11):
+        optimum = brute_force(values, weights, capacity)
+        check(solve_knapsack(values, weights, capacity), values, weights, capacity, optimum)
+    rng = np.random.default_rng(4)
+    for _ in range(5 if kind is not subset_sum else 0):
+        values, weights = kind(rng, int(rng.integers(40, 100)))
+        capacity = weights.sum().item() * rng.random()
+        table = solve_knapsack(values, weights, capacity, method="dp")
+        check(solve_knapsack(values, weights, capacity), values, weights, capacity, table.value)
+
+
+def test_alike_values_are_proven_only_by_splitting(monkeypatch):
+    """An instance like EfficientNet-B4's with nearly constant values: the plain bound is most of an item too high."""
+    rng = np.random.default_rng(1)
+    weights = rng.choice([10_028, 27_268, 44_828, 57_608, 64_028, 64_040, 66_500, 93_200], 2000)
+    values = 1 + 1e-3 * rng.standard_normal(2000)
+    capacity = int(np.sort(weights)[:1200].sum()) + 39_000
+    assert solve_knapsack(values, weights, capacity, max_states=5_000_000).is_optimal
+    monkeypatch.setattr(knapsack, "_split_by_count", lambda plain, *args: [plain])
+    assert not solve_knapsack(values, weights, capacity, max_states=5_000_000).is_optimal
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e-3, 0.0])

@@ -10,6 +10,7 @@ How ``"exact"`` finds an optimum and proves it, in the order of the code:
    also loses what the k-1 before it lose. An item that loses all that lies between bound and best selection is fixed.
 4. The few items left are the *core*. Core item by core item, a list of states (weight, value) is doubled; dominated
    states, and those whose own bound does not beat the best selection, are dropped. When none is left, it is proven.
+5. Where that takes long, the problem is split in two, by the number of items kept, with a better bound for each.
 """
 
 import math
@@ -26,8 +27,8 @@ OPTIMALITY_TOLERANCE = 1e-12  # relative; far above the rounding of float64, far
 
 _LONGEST_WEIGHT = 2**60  # two of them, and the room, can be added to a sum of up to twice this in int64
 _FLOAT_BITS, _WIDEST_SPREAD = 512, 1500  # of whole numbers scaled to floats, which span 2**-1022 to 2**1024
-_EASY_STATES = 300_000  # where these prove nothing, a better bound is worth its time
-_FEE_TRIALS = 40  # for the better bound: more than needed
+_EASY_STATES = 300_000  # where so many prove nothing, splitting by count is worth its time
+_FEE_TRIALS = 40  # to find the best fee: more than it takes
 _SAME_EFFICIENCY = 1e-9  # relative; nearer ones count as equal where it only matters for the order of search
 _PAIRED_ITEMS, _SINGLE_ITEMS = 96, 2048  # states are completed by pairs and single ones of so many core items
 _COMPLETED_STATES = 65536  # of the longest lists, only so many of the best states
@@ -281,37 +282,46 @@ def _solve_dp(values, whole, capacity, max_table_bytes):
 def _solve_exact(values, whole, capacity, max_states):
     """The mask of an optimal selection and None, or of the best one found and an upper bound."""
     scaled, exponent = _scale_values(values)
-    relaxation = _Relaxation(scaled, whole, capacity)
-    least_gain = tolerance = OPTIMALITY_TOLERANCE * relaxation.bound
+    plain = _Relaxation(scaled, whole, capacity)
+    least_gain = tolerance = OPTIMALITY_TOLERANCE * plain.bound
     if values.max() < 2**53 and (values == np.rint(values)).all():  # then sums can't differ by less than the GCD
         step = math.ldexp(float(np.gcd.reduce(values.astype(np.int64))), -exponent)
         least_gain = max(step - tolerance, tolerance)
-    selection, bound = relaxation.taken, math.inf
+    selection, value, bound, stored = plain.taken, plain.break_value, plain.bound, 0
     with np.errstate(over="ignore", invalid="ignore"):  # beyond float64 losses and bounds are infinite, as they may be
-        for limit in (min(max_states, _EASY_STATES), max_states):
-            core = _Core(scaled, whole, relaxation, selection, least_gain)
-            toggled, new_bound = _search_core(core, least_gain, limit)
-            if toggled is not None:
-                selection = relaxation.taken.copy()
-                selection[toggled] ^= True
-            if new_bound is None:
+        split = _split_by_count(plain, scaled, whole, capacity)  # made only when it is needed
+        for cases, limit in (((plain,), _EASY_STATES), (split, max_states)):
+            unproven = []
+            for relaxation in cases:
+                if relaxation.break_value > value:
+                    selection, value = relaxation.taken, relaxation.break_value
+                core = _Core(scaled, whole, relaxation, value, least_gain, tolerance)
+                toggled, case_bound, case_states = _search_core(core, min(limit, max_states) - stored)
+                stored += case_states
+                if toggled is not None:
+                    selection = relaxation.taken.copy()
+                    selection[toggled] ^= True
+                    value = math.fsum(scaled[selection].tolist())
+                if case_bound is not None:
+                    unproven.append(relaxation.break_value + case_bound)
+            if not unproven:
                 return selection, None
-            bound = min(bound, relaxation.break_value + new_bound)
-            relaxation = _charge_for_each_item(relaxation, scaled, whole, capacity)
+            bound = min(bound, max(unproven))
     return selection, math.ldexp(bound + tolerance, exponent)
 
 
 class _Relaxation:
-    """The break solution and the LP bound if, besides its weight, every item is charged a fee; ``most`` are paid back.
+    """The break solution and the LP bound if every item is charged a fee besides its weight, and ``count`` are repaid.
 
-    At most ``most`` items fit, so this bounds every selection, for any fee. Without one the bound counts on a part of
-    the break item: where values are all alike, that is most of an item that can't be had. The right fee takes it away.
+    With a fee above 0 it bounds what selections of at most ``count`` items are worth, below 0 of at least ``count``.
+    Where values are all alike, an LP bound that counts on half an item more than fits is half an item too high. Split
+    into these two cases, each with its best fee, the problem is bounded far better.
     """
 
-    def __init__(self, values, whole, capacity, fee=0.0, most=0):
+    def __init__(self, values, whole, capacity, fee=0.0, count=0):
         self.fee, (self.taken, self.room, self.broken) = fee, _break_solution(values - fee, whole, capacity)
         self.break_value = math.fsum(values[self.taken].tolist())
-        self.spare = most - int(self.taken.sum())
+        self.spare = count - int(self.taken.sum())
         part, worth = self.room / int(whole[self.broken]), float(values[self.broken]) - fee
         self.gap = worth * part + fee * self.spare  # between the bound and the break solution
         self.bound = self.break_value + self.gap
@@ -319,30 +329,36 @@ class _Relaxation:
         self.is_sound = worth > 0  # else the room is filled with items that are not worth their fee
 
 
-def _charge_for_each_item(plain, values, whole, capacity):
-    """A relaxation with about the least bound, where a fee lowers it: where too many items are counted on."""
-    most = _how_many_fit(np.sort(whole), capacity)
-    trials = [_Relaxation(values, whole, capacity, 0.0, most)]
-    low, high, highest_fee = trials[0], None, float(values.max())
-    while low.slope < 0 and len(trials) < _FEE_TRIALS and highest_fee > low.fee:
-        if high is None:
-            fee = (low.fee + highest_fee) / 2
-        else:  # where the two lines meet that bound the bound from below
-            fee = (high.bound - low.bound + low.slope * low.fee - high.slope * high.fee) / (low.slope - high.slope)
-            if min(low.bound, high.bound) - (low.bound + low.slope * (fee - low.fee)) <= 1e-3 * plain.gap:
+def _split_by_count(plain, values, whole, capacity):
+    """Relaxations for selections of at most the break solution's number of items, and for those of more, if any fit."""
+    count = int(plain.taken.sum())
+    yield _with_best_fee(values, whole, capacity, count, float(values.max()))
+    if _how_many_fit(np.sort(whole), capacity) > count:
+        yield _with_best_fee(values, whole, capacity, count + 1, -math.inf)
+
+
+def _with_best_fee(values, whole, capacity, count, limit):
+    """The relaxation with about the least bound of those with a fee between 0 and the limit."""
+    trials = [_Relaxation(values, whole, capacity, 0.0, count)]
+    near, far, precision = trials[0], None, 1e-6 * trials[0].gap
+    towards = math.copysign(1.0, limit)
+    for _ in range(_FEE_TRIALS):
+        if near.slope * towards >= 0:
+            break
+        if far is not None:  # where the two lines meet that bound the bound from below
+            fee = (far.bound - near.bound + near.slope * near.fee - far.slope * far.fee) / (near.slope - far.slope)
+            if min(near.bound, far.bound) - (near.bound + near.slope * (fee - near.fee)) <= precision:
                 break
-        trial = _Relaxation(values, whole, capacity, fee, most)
+        else:
+            fee = (near.fee + limit) / 2 if math.isfinite(limit) else 2 * near.fee - 0.01
+        trial = _Relaxation(values, whole, capacity, fee, count)
         if not trial.is_sound:
-            highest_fee = fee
+            limit = fee
             continue
         trials.append(trial)
-        if trial.slope < 0:
-            low = trial
-        else:
-            high = trial
-    least = min(trial.bound for trial in trials)
-    good = [trial for trial in trials if trial.bound <= least + 0.01 * plain.gap]
-    return min(good, key=lambda trial: trial.gap)  # whose break solution is nearest to the bound
+        near, far = (trial, far) if trial.slope * towards < 0 else (near, trial)
+    least = min(trial.bound for trial in trials) + precision
+    return min((trial for trial in trials if trial.bound <= least), key=lambda trial: trial.gap)
 
 
 class _Core:
@@ -353,9 +369,10 @@ class _Core:
     ``next_loss[k]`` the least that a toggle loses of the LP bound.
     """
 
-    def __init__(self, values, whole, relaxation, selection, least_gain):
+    def __init__(self, values, whole, relaxation, known_value, least_gain, tolerance):
         self.scale, self.room, self.gap = _float_scale(whole), relaxation.room, relaxation.gap
-        self.known_gain = math.fsum(values[selection].tolist()) - relaxation.break_value
+        self.least_gain, self.tolerance = least_gain, tolerance
+        self.known_gain = known_value - relaxation.break_value
         gap = self.gap - self.known_gain - least_gain
         self.fee, self.spare = relaxation.fee, relaxation.spare
         weights = _to_float(whole, self.scale)
@@ -376,7 +393,7 @@ class _Core:
 
         # Nearest efficiency first, and both sides in turn. Where efficiencies are equal the classes take turns: sums of
         # different weights come nearer to filling the room than multiples of one.
-        order = np.lexsort((rank, np.floor(np.abs(efficiency[items] / self.price - 1) / _SAME_EFFICIENCY)))
+        order = np.lexsort((items, rank, np.floor(np.abs(efficiency[items] / self.price - 1) / _SAME_EFFICIENCY)))
         on_side = self.taken[order]
         turn = np.where(on_side, np.cumsum(on_side), np.cumsum(~on_side))
         self._select(order[np.argsort(turn, kind="stable")])
@@ -438,6 +455,21 @@ class _Core:
         by_rate = np.minimum(by_rate, self.price * room - self.next_loss[position])
         return values + self.fee * (self.spare - counts) + by_rate
 
+    def dominated(self, values, counts):
+        """Which of the states, sorted by weight, are worth no more than one before them.
+
+        In a case split by count, one that is worth about the same must also have the better count: else it could have
+        left the case, and either case could drop its optimum for one that the other has dropped.
+        """
+        best = np.maximum.accumulate(values)
+        dominated = np.zeros(len(values), dtype=bool)
+        np.less_equal(values[1:], best[:-1], out=dominated[1:])
+        if self.fee:
+            holder = np.maximum.accumulate(np.where(dominated, 0, np.arange(len(values))))
+            better_count = (counts - counts[holder]) * self.fee >= 0
+            dominated &= (values < best - 0.1 * self.tolerance) | better_count
+        return dominated
+
     def complete(self, position, weights, values, bounds):
         """The best value that one or two more toggles make of a state, that state, and the items toggled.
 
@@ -462,8 +494,8 @@ class _Core:
         return float(completed[best]), int(states[best]), self.items[toggled].tolist()
 
 
-def _search_core(core, least_gain, max_states):
-    """Items to toggle for a selection better than the known, or None; and None if proven, else a bound of the gain."""
+def _search_core(core, max_states):
+    """Items to toggle for a selection better than the known, or None; None if proven, else a bound; states stored."""
     weights, values, counts = np.zeros(1, dtype=core.weight_step.dtype), np.zeros(1), np.zeros(1, dtype=np.int32)
     bounds = np.array([core.gap])
     origins = []  # for each step and state: its index among the states before and, behind them, the same toggled
@@ -471,7 +503,7 @@ def _search_core(core, least_gain, max_states):
     position = stored = completed_length = 0
     while len(weights) and position < len(core.items):
         if stored + 2 * len(weights) > max_states:
-            return _items_on_path(core, origins, best_path), float(bounds.max())
+            return _items_on_path(core, origins, best_path), float(bounds.max()), stored
         best_before = best
         if len(weights) > 1.5 * completed_length:  # the list has grown: a better selection would cut it down
             completed_length = len(weights)
@@ -490,15 +522,14 @@ def _search_core(core, least_gain, max_states):
         if fitting and values[state := int(values[:fitting].argmax())] > best:
             best, best_path = float(values[state]), (position, int(order[state]), [])
         if best > best_before:
-            core.fix_losers(position, core.gap - best - least_gain)
+            core.fix_losers(position, core.gap - best - core.least_gain)
         counts = counts[order]
         bounds = core.upper_bounds(position, weights, values, counts)
-        stays = bounds > best + least_gain
-        stays[1:] &= values[1:] > np.maximum.accumulate(values)[:-1]  # else something lighter is worth as much
+        stays = (bounds > best + core.least_gain) & ~core.dominated(values, counts)
         order, weights, values, counts, bounds = (a[stays] for a in (order, weights, values, counts, bounds))
         origins.append(order.astype(np.int32))
         stored += len(order)
-    return _items_on_path(core, origins, best_path), None
+    return _items_on_path(core, origins, best_path), None, stored
 
 
 def _items_on_path(core, origins, path):
