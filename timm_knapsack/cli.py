@@ -1,27 +1,44 @@
 """timm-knapsack: the command line, thin over the same functions as the Python interface."""
 
+import sys
+from typing import Annotated
+
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from .errors import KnapsackError
+from .commands import pruning, publishing, recipes, training
+from .commands.console import JsonOption, one_line, print_json, stdout
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+HELP = """Prune any timm image model to a budget, exactly, and get an ordinary timm model back.
+
+Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be. --debug shows the trace of an error."""
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
 
 
 @app.command()
-def doctor(fix: bool = typer.Option(False, help="Mend torchvision's missing operators in this environment.")) -> None:
+def doctor(
+    fix: Annotated[bool, typer.Option(help="Mend torchvision's missing operators in this environment.")] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Report versions, devices and known faults.
 
     Example: timm-knapsack doctor
     """
+    from dataclasses import asdict
+
+    from rich.table import Table
+
     from .doctor import diagnose, install_torchvision_hook
 
     found = diagnose()
     if fix and found.operators_missing and not found.plain_timm_imports:
         path = install_torchvision_hook()
         found = diagnose()
-        Console().print(f"wrote {path}: `import timm` works by itself in this environment now")
+        if not as_json:
+            stdout().print(f"wrote {path}: `import timm` works by itself in this environment now")
+    if as_json:
+        print_json(asdict(found))
+        return
     table = Table("what", "found", title="timm-knapsack doctor")
     for name, version in found.versions.items():
         table.add_row(name, version)
@@ -29,49 +46,54 @@ def doctor(fix: bool = typer.Option(False, help="Mend torchvision's missing oper
     table.add_row("torchvision operators", "missing" if found.operators_missing else "there")
     advice = "yes" if found.plain_timm_imports else "no: `timm-knapsack doctor --fix` mends it in this environment"
     table.add_row("`import timm` alone, `accelerate launch`", advice)
-    Console().print(table)
+    stdout().print(table)
 
 
-@app.command()
-def groups(
-    model: str = typer.Argument(help="Name of a timm model."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON for scripts."),
-) -> None:
-    """Show which channels of a model can be removed together, and what is frozen.
-
-    Example: timm-knapsack groups resnet18
-    """
-    import json
-
-    import timm
-    import torch
-
-    from .channel_groups import find_channel_groups
-
-    with torch.device("meta"):
-        network = timm.create_model(model)
-    found = find_channel_groups(network)
-    if as_json:
-        rows = [
-            {"name": g.name, "units": g.size, "crosses_norm": g.crosses_norm, "slices": [[s.param, s.dim] for s in g.slices]}
-            for g in found
-        ]
-        print(json.dumps({"model": model, "macs": found.macs(), "groups": rows, "frozen": dict(found.frozen)}, indent=1))
-        return
-    table = Table("group", "units", "layers that make it", title=f"{model}: {found.macs() / 1e9:.3g} GMACs")
-    for group in found:
-        made_by = [s.param.rsplit(".", 1)[0] for s in group.slices if s.role == "out"]
-        more = f" and {len(made_by) - 3} more" if len(made_by) > 3 else ""
-        table.add_row(group.name, str(group.size), ", ".join(made_by[:3]) + more)
-    Console().print(table)
-    for name, reason in found.frozen.items():
-        Console().print(f"frozen: {name}: {reason}")
+for _verb in (
+    pruning.groups, pruning.score, pruning.latency, pruning.prune, training.finetune, training.evaluate,
+    publishing.report, publishing.publish, recipes.run, recipes.quickstart,
+):  # fmt: skip
+    app.command()(_verb)
 
 
-def main() -> None:
-    """Run the command line; a user's mistake is one line and exit code 2."""
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; an error is one line on stderr, and the exit code says whose it is."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
     try:
-        app()
-    except KnapsackError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}")
-        raise SystemExit(2) from None
+        code = app(arguments, standalone_mode=False)
+    except (typer.Exit, SystemExit) as end:
+        code = getattr(end, "exit_code", getattr(end, "code", 0))
+    except (typer.Abort, KeyboardInterrupt):
+        _say("stopped")
+        code = 1
+    except BrokenPipeError:  # `| head` has seen enough
+        code = 0
+    except Exception as error:
+        if debug:
+            import traceback
+
+            traceback.print_exc()
+        if hasattr(error, "format_message"):  # click's own: a wrong option or argument
+            message, code = _usage_error(error, arguments), 2
+        else:
+            message, code = one_line(error)
+        if message:
+            _say(f"error: {message}")
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _usage_error(error, arguments: list[str]) -> str:
+    message = " ".join(error.format_message().split())
+    verb = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    if "--help" in message or not message:
+        return message
+    return f"{message.rstrip('.')} (timm-knapsack {verb + ' ' if verb in known else ''}--help)"
+
+
+def _say(message: str) -> None:
+    red, reset = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    head, colon, rest = message.partition(":")
+    print(f"{red}{head}{colon}{reset}{rest}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""The verbs of the command line; each is thin over the Python interface."""
