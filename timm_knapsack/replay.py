@@ -1,0 +1,141 @@
+"""Run a network from the middle: what earlier segments returned is kept and played back, not computed again.
+
+Layer-by-layer recovery runs the same images through the network once for each layer. With the output of the last
+finished segment kept for every batch, such a run costs one segment instead of the whole network.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+MAX_CACHE_BYTES = 10 * 2**30
+
+
+class _Reached(Exception):
+    """Ends a forward pass once what was wanted has been seen."""
+
+
+class Replay:
+    """A network that can be run up to a module, from the last finished segment on.
+
+    Earlier segments return placeholders. Where a network looks back farther than one segment (dense connections), that
+    would be wrong: `finish` compares with a full run on a probe batch, and plays nothing back from then on.
+    """
+
+    def __init__(self, model: nn.Module, batches: list[Tensor]):
+        self.model, self.batches = model, batches
+        self.cached: list[Any] | None = None
+        self.finished: list[nn.Module] = []
+        self.honest = True
+
+    def run(self, batch: int, until: nn.Module, side: str = "output", wanted: dict[str, tuple[nn.Module, str]] | None = None):
+        """Run a batch until a module has been reached; returns the wanted inputs and outputs by name."""
+        seen: dict[str, Any] = {}
+        handles = []
+
+        def listen(name, module, side, stop):
+            def before(_, args, kwargs):
+                seen[name] = _copied(args[0] if args else next(iter(kwargs.values())))
+                if stop:
+                    raise _Reached
+
+            def after(_, args, output):
+                seen[name] = _copied(output)
+                if stop:
+                    raise _Reached
+
+            if side == "input":
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            else:
+                handles.append(module.register_forward_hook(after))
+
+        for name, (module, where) in (wanted or {}).items():
+            listen(name, module, where, False)
+        listen("until", until, side, True)
+        try:
+            with torch.no_grad(), self._played_back(batch):
+                self.model(self.batches[batch])
+        except _Reached:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    @contextmanager
+    def _played_back(self, batch: int):
+        if self.cached is None:
+            yield
+            return
+        for module in self.finished:
+            last = module is self.finished[-1]
+            kept = self.cached[batch]
+            module.forward = (lambda *a, kept=kept, **k: kept) if last else _placeholder(self._shapes[module], len(self.batches[batch]))
+        try:
+            yield
+        finally:
+            for module in self.finished:
+                del module.forward
+
+    def finish(self, segment: nn.Module) -> None:
+        """Keep the segment's outputs; later runs start behind it."""
+        if not self.honest:
+            return
+        outputs, size = [], 0
+        for batch in range(len(self.batches)):
+            output = self.run(batch, segment)["until"]
+            size += sum(x.numel() * x.element_size() for x in tree_flatten(output)[0] if isinstance(x, Tensor))
+            if size > MAX_CACHE_BYTES:
+                self._give_up()
+                return
+            outputs.append(output)
+        self._shapes = {**getattr(self, "_shapes", {}), segment: tree_map(_shape_of, outputs[0])}
+        before = (self.cached, list(self.finished))
+        self.cached = outputs
+        self.finished.append(segment)
+        if not self._same_as_full(before):
+            self._give_up()
+
+    def _same_as_full(self, before) -> bool:
+        """Does playing back change what the network returns, on the first batch?"""
+        images = self.batches[0][:2]
+        probe = Replay(self.model, [images])
+        probe._shapes = self._shapes
+        with torch.no_grad():
+            full = self.model(images)
+        probe.cached = [tree_map(lambda x: x[: len(images)] if isinstance(x, Tensor) else x, self.cached[0])]
+        probe.finished = self.finished
+        with torch.no_grad(), probe._played_back(0):
+            played = self.model(images)
+        return all(
+            torch.allclose(a, b, rtol=1e-3, atol=1e-4 * max(1.0, float(a.abs().max())))
+            for a, b in zip(tree_flatten(full)[0], tree_flatten(played)[0], strict=True)
+            if isinstance(a, Tensor)
+        )
+
+    def _give_up(self) -> None:
+        self.honest, self.cached, self.finished = False, None, []
+
+
+def _copied(x: Any) -> Any:
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, x)  # in-place ops come after
+
+
+def _shape_of(x: Any) -> Any:
+    return (tuple(x.shape[1:]), x.dtype) if isinstance(x, Tensor) else x
+
+
+def _placeholder(shapes: Any, batch: int) -> Callable:
+    def make(entry):
+        if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.dtype):
+            return torch.zeros((), dtype=entry[1]).expand(batch, *entry[0])
+        return entry
+
+    made = make(shapes) if isinstance(shapes, tuple) and isinstance(shapes[-1], torch.dtype) else None
+    return lambda *args, **kwargs: made
+
+
