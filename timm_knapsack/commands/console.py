@@ -14,7 +14,9 @@ from ..errors import KnapsackError
 DataOption = Annotated[
     str | None,
     typer.Option(
-        "--data", help="Images: a folder (a subfolder for each class, or flat), parquet, a Hub dataset, timm:…", metavar="SOURCE"
+        "--data",
+        help="Images: a folder (a subfolder for each class, or flat), parquet, a Hub dataset, timm:…",
+        metavar="SOURCE",
     ),
 ]
 SplitOption = Annotated[str | None, typer.Option(help="Split of the data; the natural one by default.")]
@@ -35,7 +37,8 @@ DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps �
 PretrainedOption = Annotated[bool, typer.Option(help="Load timm's weights; random ones otherwise.")]
 WeightsOption = Annotated[str | None, typer.Option(help="A .safetensors (or .pth) file of weights.", metavar="FILE")]
 ModelArgOption = Annotated[
-    list[str] | None, typer.Option("--model-arg", help="Argument of timm.create_model, as num_classes=100.", metavar="KEY=VALUE")
+    list[str] | None,
+    typer.Option("--model-arg", help="Argument of timm.create_model, as num_classes=100.", metavar="KEY=VALUE"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, and nothing else, to stdout.")]
 
@@ -110,10 +113,14 @@ def choose_device(device: str) -> str:
         kind = torch.device(device)
     except RuntimeError:
         raise KnapsackError(f"--device {device!r} is no device; try auto, cpu or cuda") from None
-    there = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind.type, 1)
+    there = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(
+        kind.type, 1
+    )
     if (kind.index or 0) >= there:
         found = f"{there} of this kind are there" if there else "none is there"
-        raise KnapsackError(f"--device {device}: {found}; use --device auto or cpu (`timm-knapsack doctor` lists devices)")
+        raise KnapsackError(
+            f"--device {device}: {found}; use --device auto or cpu (`timm-knapsack doctor` lists devices)"
+        )
     return device
 
 
@@ -167,7 +174,10 @@ def one_line(error: BaseException) -> tuple[str, int]:
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f" ({cause.filename})" if cause.filename else ""
-            return f"the disk is full{where}: free some space, or write elsewhere with --out; finished stages are kept", 1
+            return (
+                f"the disk is full{where}: free some space, or write elsewhere with --out; finished stages are kept",
+                1,
+            )
         if "No space left on device" in str(cause):
             return "the disk is full: free some space, or write elsewhere with --out; finished stages are kept", 1
         cause = cause.__cause__ or cause.__context__

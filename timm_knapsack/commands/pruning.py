@@ -41,7 +41,12 @@ def groups(model: ModelArgument, model_args: ModelArgOption = None, as_json: Jso
     found = find_channel_groups(console.model_source(model, False, None, model_args).on_meta())
     if as_json:
         rows = [
-            {"name": g.name, "units": g.size, "crosses_norm": g.crosses_norm, "slices": [[s.param, s.dim] for s in g.slices]}
+            {
+                "name": g.name,
+                "units": g.size,
+                "crosses_norm": g.crosses_norm,
+                "slices": [[s.param, s.dim] for s in g.slices],
+            }
             for g in found
         ]
         console.print_json({"model": model, "macs": found.macs(), "groups": rows, "frozen": dict(found.frozen)})
@@ -119,7 +124,8 @@ def _scores(network, groups, data, criterion, per_sample, labels, options):
 def latency(
     model: ModelArgument,
     table: Annotated[
-        str | None, typer.Option(help="Also measure every layer over its widths, for budgets of time; resumes.", metavar="FILE")
+        str | None,
+        typer.Option(help="Also measure every layer over its widths, for budgets of time; resumes.", metavar="FILE"),
     ] = None,
     batch_size: BatchOption = 1,
     device: DeviceOption = "auto",
@@ -169,17 +175,25 @@ def latency(
 
 def prune(
     model: ModelArgument,
-    budget: Annotated[str, typer.Option(help="macs=0.5, macs=2.05e9, params=0.6, latency=0.6 or latency=12ms; joined by commas.")],
+    budget: Annotated[
+        str, typer.Option(help="macs=0.5, macs=2.05e9, params=0.6, latency=0.6 or latency=12ms; joined by commas.")
+    ],
     data: DataOption = None,
     out: Annotated[str | None, typer.Option(help="Folder to write; MODEL-pruned by default.", metavar="FOLDER")] = None,
-    scores: Annotated[str | None, typer.Option(help="A file that `score` wrote, instead of scoring now.", metavar="FILE")] = None,
+    scores: Annotated[
+        str | None, typer.Option(help="A file that `score` wrote, instead of scoring now.", metavar="FILE")
+    ] = None,
     criterion: CriterionOption = "abs",
     recover: Annotated[bool, typer.Option(help="Re-fit what is left on the images, in closed form.")] = True,
-    recover_images: Annotated[int, typer.Option(help="Images to recover with.")] = 512,
+    recover_images: Annotated[int, typer.Option(help="Images to recover with.")] = 256,
     round_to: Annotated[int, typer.Option(help="Keep multiples of this many channels.")] = 1,
-    min_keep: Annotated[float, typer.Option(help="Least number (or fraction below 1) of channels to keep in a group.")] = 1,
+    min_keep: Annotated[
+        float, typer.Option(help="Least number (or fraction below 1) of channels to keep in a group.")
+    ] = 1,
     ignore: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone, as 'layer4.*'.")] = None,
-    latency_table: Annotated[str | None, typer.Option(help="A file that `latency --table` wrote.", metavar="FILE")] = None,
+    latency_table: Annotated[
+        str | None, typer.Option(help="A file that `latency --table` wrote.", metavar="FILE")
+    ] = None,
     labels: LabelsOption = "auto",
     split: SplitOption = None,
     limit: LimitOption = 1024,
@@ -221,7 +235,13 @@ def prune(
         values = _scores(network, found, data, criterion, False, labels, options)
     min_keep = int(min_keep) if min_keep >= 1 else min_keep
     result = prune_model(
-        network, scores=values, budget=wanted, round_to=round_to, min_keep=min_keep, ignore=ignore or (), groups=found,
+        network,
+        scores=values,
+        budget=wanted,
+        round_to=round_to,
+        min_keep=min_keep,
+        ignore=ignore or (),
+        groups=found,
         base_args=source.base_args,
     )
     notes = []
@@ -235,7 +255,9 @@ def prune(
         notes.append(f"recovered in closed form with {len(images.dataset)} images")
     folder, record = save_run(result, folder, source, notes=notes)
     if as_json:
-        console.print_json({"folder": str(folder), **result.report.to_dict(), "channel_config": result.channel_config.to_dict()})
+        console.print_json(
+            {"folder": str(folder), **result.report.to_dict(), "channel_config": result.channel_config.to_dict()}
+        )
         return
     console.print_costs(record.pruning, f"{model} → {folder}")
     kept = result.report.value / result.report.total_value if result.report.total_value else 1.0

@@ -10,7 +10,9 @@ from .console import JsonOption
 
 def report(
     folder: Annotated[str, typer.Argument(help="A folder that prune, finetune, run or quickstart wrote.")],
-    out: Annotated[str | None, typer.Option(help="Folder for report.html and the pictures; FOLDER itself by default.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Folder for report.html and the pictures; FOLDER itself by default.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write report.html, one self-contained file, and pictures (PNG, SVG) for a model card.
@@ -51,6 +53,8 @@ def publish(
 
     sent = push_to_hub(folder, repo_id, private=private, tag=tag, commit_message=message, dry_run=dry_run)
     if as_json:
-        console.print_json({"repo_id": sent.repo_id, "files": sent.files, "url": sent.url, "private": sent.private, "tag": sent.tag})
+        console.print_json(
+            {"repo_id": sent.repo_id, "files": sent.files, "url": sent.url, "private": sent.private, "tag": sent.tag}
+        )
         return
     console.stdout().print(str(sent), markup=False)

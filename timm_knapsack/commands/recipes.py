@@ -12,13 +12,20 @@ def run(
     recipe: Annotated[str, typer.Argument(help="A YAML file; recipes/ has one for each row of the paper's tables.")],
     out: Annotated[str | None, typer.Option(help="Folder to write; runs/NAME by default.", metavar="FOLDER")] = None,
     from_stage: Annotated[
-        str | None, typer.Option("--from", help="Redo from here: latency, score, prune, recover, finetune, evaluate, save.", metavar="STAGE")
+        str | None,
+        typer.Option(
+            "--from", help="Redo from here: latency, score, prune, recover, finetune, evaluate, save.", metavar="STAGE"
+        ),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a value of the recipe: data.source=images.", metavar="KEY=VALUE")
+        list[str] | None,
+        typer.Option("--set", help="Change a value of the recipe: data.source=images.", metavar="KEY=VALUE"),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Build model, groups, budget and optimiser, do one synthetic step, write nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Build model, groups, budget and optimiser, do one synthetic step, write nothing."
+        ),
     ] = False,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
@@ -30,7 +37,7 @@ def run(
     Example: timm-knapsack run recipes/resnet18_imagenet_1.17g.yaml --dry-run
     """
     from ..recipe import Recipe
-    from ..recipe_run import dry_run as rehearse
+    from ..recipe_rehearsal import dry_run as rehearse
     from ..recipe_run import run_recipe
 
     where = console.choose_device(device)
@@ -42,7 +49,7 @@ def run(
             return
         console.print_costs(facts, f"{loaded.name}: dry run")
         console.stdout().print(
-            f"{facts['groups']} groups, {facts['units']} units; one synthetic step: loss {facts['loss']:.4g}; "
+            f"{facts['groups']} groups, {facts['units']} units; one synthetic step: loss {facts["loss"] or 0:.4g}; "
             "nothing was written",
             markup=False,
         )
@@ -73,7 +80,9 @@ def quickstart(
     from ..quickstart import quickstart as start
 
     folder = console.check_writable(out)
-    result = start(folder, base_epochs=epochs, say=(lambda text: None) if as_json else (lambda text: print(text, flush=True)))
+    result = start(
+        folder, base_epochs=epochs, say=(lambda text: None) if as_json else (lambda text: print(text, flush=True))
+    )
     if as_json:
         console.print_json(result)
         return

@@ -8,7 +8,12 @@ from ..run_record import RunRecord
 
 
 def save_run(
-    result: Any, folder: str | Path, source: Any = None, record: RunRecord | None = None, notes: Sequence[str] = (), **saving
+    result: Any,
+    folder: str | Path,
+    source: Any = None,
+    record: RunRecord | None = None,
+    notes: Sequence[str] = (),
+    **saving,
 ) -> tuple[Path, RunRecord]:
     """Save a `PruneResult` or a pruned model with its record; returns the folder and the record."""
     from ..hub import save_pretrained

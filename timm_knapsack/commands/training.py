@@ -30,7 +30,9 @@ _EXAMPLE_SETTINGS = "any field of FinetuneConfig or DistillationConfig: mixup=0.
 def finetune(
     student: Annotated[str, typer.Argument(help="A folder that `prune` wrote.")],
     data: DataOption = None,
-    out: Annotated[str, typer.Option(help="Folder for checkpoints and the tuned model.", metavar="FOLDER")] = "finetuned",
+    out: Annotated[
+        str, typer.Option(help="Folder for checkpoints and the tuned model.", metavar="FOLDER")
+    ] = "finetuned",
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 50,
     lr: Annotated[float, typer.Option(help="Learning rate, with a cosine schedule.")] = 0.02,
     batch_size: BatchOption = 192,
@@ -41,10 +43,14 @@ def finetune(
     overwrite: Annotated[bool, typer.Option(help="Give up an earlier run in the same folder.")] = False,
     teacher: Annotated[str | None, typer.Option(help="timm name or folder; what was pruned, by default.")] = None,
     teacher_weights: Annotated[str | None, typer.Option(help="File of the teacher's weights.", metavar="FILE")] = None,
-    eval_data: Annotated[str | None, typer.Option(help="Images to evaluate on; a split of --data by default.", metavar="SOURCE")] = None,
+    eval_data: Annotated[
+        str | None, typer.Option(help="Images to evaluate on; a split of --data by default.", metavar="SOURCE")
+    ] = None,
     train_split: Annotated[str | None, typer.Option(help="Split to train on.")] = None,
     eval_split: Annotated[str | None, typer.Option(help="Split to evaluate on.")] = None,
-    augment: Annotated[list[str] | None, typer.Option(help="Field of the augmentation, as hflip=0.", metavar="KEY=VALUE")] = None,
+    augment: Annotated[
+        list[str] | None, typer.Option(help="Field of the augmentation, as hflip=0.", metavar="KEY=VALUE")
+    ] = None,
     limit: LimitOption = None,
     image_column: ImageColumnOption = None,
     label_column: LabelColumnOption = None,
@@ -71,7 +77,9 @@ def finetune(
     if data is None:
         raise KnapsackError("finetune needs images with labels: --data FOLDER")
     if not (Path(student) / CHANNELS).is_file():
-        raise KnapsackError(f"{student} is no folder with a pruned model; `timm-knapsack prune MODEL --out {student}` makes one")
+        raise KnapsackError(
+            f"{student} is no folder with a pruned model; `timm-knapsack prune MODEL --out {student}` makes one"
+        )
     folder = console.check_writable(out)
     config = _config(settings, epochs, lr, kd_weight, ikd_weight, str(folder / "checkpoints"), overwrite)
     record = RunRecord.load(student)
@@ -87,18 +95,29 @@ def finetune(
         return
     record.add_finetuning(config, result)
     if result.interrupted:
-        raise KnapsackError(f"stopped by a signal after update {result.updates}; go on with the same command and --resume")
+        raise KnapsackError(
+            f"stopped by a signal after update {result.updates}; go on with the same command and --resume"
+        )
     if result.evaluations:
         metrics = {key: result.evaluations[-1][key] for key in ("top1", "top5", "loss", "samples")}
         record.add_evaluation("fine-tuned", metrics, eval_data or data)
     model = result.model
     model.channel_config = network.channel_config
     saved, _ = save_run(
-        model, folder / "model", record=record, report=None, evaluation=_card_rows(record),
+        model,
+        folder / "model",
+        record=record,
+        report=None,
+        evaluation=_card_rows(record),
         notes=[f"fine-tuned for {config.epochs} epochs, lr {config.lr}, kd {kd_weight}, ikd {ikd_weight}"],
     )
     if as_json:
-        facts = {"folder": str(saved), "updates": result.updates, "best_top1": result.best_top1, "last_top1": result.last_top1}
+        facts = {
+            "folder": str(saved),
+            "updates": result.updates,
+            "best_top1": result.best_top1,
+            "last_top1": result.last_top1,
+        }
         console.print_json({**facts, "history": result.history, "evaluations": result.evaluations})
         return
     top1 = f", top-1 {result.last_top1:.2f} %" if result.last_top1 is not None else ""
@@ -111,7 +130,10 @@ def _config(settings, epochs, lr, kd_weight, ikd_weight, output_dir, overwrite):
     values = console.parse_settings(settings, "--set")
     distillation = {"kd_weight": kd_weight, "ikd_weight": ikd_weight}
     return finetune_config(
-        {"epochs": epochs, "lr": lr, "overwrite": overwrite, **values}, distillation, output_dir=output_dir, place="--set"
+        {"epochs": epochs, "lr": lr, "overwrite": overwrite, **values},
+        distillation,
+        output_dir=output_dir,
+        place="--set",
     )
 
 
@@ -138,7 +160,10 @@ def _loaders(model, data, eval_data, train_split, eval_split, options, augment, 
     if eval_data is not None or eval_split is not None:
         return train, create_loader(eval_data or data, model, **{**common, "split": eval_split})
     fields = {key: common[key] for key in ("image_column", "label_column", "root")}
-    names = [open_images(data, DataConfig(split=s, training=t, **fields)).name for s, t in ((train_split, True), (None, False))]
+    names = [
+        open_images(data, DataConfig(split=s, training=t, **fields)).name
+        for s, t in ((train_split, True), (None, False))
+    ]
     if names[0] == names[1]:
         console.warn(f"{data} has no other split to evaluate on; name images for it with --eval-data")
         return train, None
@@ -149,7 +174,13 @@ def _card_rows(record) -> list[dict]:
     original = next((row["top1"] for row in record.evaluations if row["what"] == "original"), None)
     rows = [row for row in record.evaluations if row["what"] == "fine-tuned"]
     return [
-        {"dataset": row["data"], "top1": row["top1"], "top5": row["top5"], "samples": row["samples"], "original_top1": original}
+        {
+            "dataset": row["data"],
+            "top1": row["top1"],
+            "top5": row["top5"],
+            "samples": row["samples"],
+            "original_top1": original,
+        }
         for row in rows
     ]
 
