@@ -427,7 +427,7 @@ class Windows(nn.Module):
 
     def forward(self, x):
         x = self.embed(x).permute(0, 2, 3, 1)
-        batch, height, width, channels = x.shape
+        batch, _, _, channels = x.shape
         shifted = torch.roll(x, (-1, -1), (1, 2)).view(batch, 2, 2, 2, 2, channels)
         windows = shifted.transpose(2, 3).reshape(-1, 4, channels)
         y = self.attn(windows).view(batch, 2, 2, 2, 2, channels).transpose(2, 3).reshape(x.shape)
@@ -491,7 +491,7 @@ class Recurrent(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.lstm = nn.Conv2d(3, 6, 2, stride=2), nn.LSTM(6, 4, batch_first=True, bidirectional=True)
+        self.embed, self.lstm = nn.Conv2d(3, 6, 4, stride=4), nn.LSTM(6, 4, batch_first=True, bidirectional=True)
         self.after, self.fc = nn.Linear(8, 5), nn.Linear(5, CLASSES)
 
     def forward(self, x):

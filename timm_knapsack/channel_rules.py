@@ -125,13 +125,13 @@ def _heads(labels: Labels, batch: list[Dim]) -> None:
         labels.whole_heads.extend(heads)
 
 
-@register_rule("mm", "addmm", "bmm", "baddbmm", "addbmm_", "mv", "dot")
+@register_rule("mm", "addmm", "bmm", "baddbmm", "addbmm_", "mv", "dot", "vdot")
 def matmul(labels, op, layouts, args, kwargs, outputs):
     has_bias = op in ("addmm", "baddbmm")
     a, b = (layouts(x) for x in args[has_bias : has_bias + 2])
     batch = [labels.tie(x, y) for x, y in zip(a.dims[:-2], b.dims[:-2], strict=True)]
     _heads(labels, batch)
-    if op in ("mv", "dot"):
+    if op in ("mv", "dot", "vdot"):
         rows, columns = a.dims[:-1], []
     else:
         rows, columns = [a.dims[-2]], [b.dims[-1]]
@@ -146,7 +146,8 @@ def matmul(labels, op, layouts, args, kwargs, outputs):
         _roles(labels, b.dims[-1], b.dims[-2])
     elif a.weight and columns:
         _roles(labels, a.dims[-2], a.dims[-1])
-    _count(labels, [*batch, *rows, *columns, inner])
+    if columns:  # torch counts no products with a vector
+        _count(labels, [*batch, *rows, *columns, inner])
     return Layout(dims, a.weight and b.weight)
 
 
@@ -176,19 +177,22 @@ def convolution(labels, op, layouts, args, kwargs, outputs):
             labels.freeze(dim, "a kernel or pixel position, not a channel")
     for dim in weight.dims[2:]:
         labels.freeze(dim, "a kernel or pixel position, not a channel")
+    made = None
     if groups == 1:
         into = labels.tie(into, x.dims[1])
         consumed = into
     elif transposed:
         for dim in (x.dims[1], out, into):
             labels.freeze(dim, "a transposed conv with groups has no rule")
-        consumed, out = into, (Axis(outputs[0].shape[1]),)
+        consumed, made = into, plain(outputs[0].shape[1:2]).dims[0]
     else:
         out, consumed = _grouped(labels, x.dims[1], out, into, groups)
     if weight.weight:
         _roles(labels, weight.dims[1 if transposed else 0], weight.dims[0 if transposed else 1])
     bias = args[2]
-    channels = labels.tie(out, layouts(bias).dims[0]) if bias is not None else out
+    channels = out if made is None else made
+    if bias is not None:
+        channels = labels.tie(channels, layouts(bias).dims[0])
     counted = plain(args[0].shape[2:]).dims if transposed else pixels
     _count(labels, [x.dims[0], out, consumed, *counted], prod(args[1].shape[2:]))
     return Layout([x.dims[0], channels, *pixels])

@@ -29,7 +29,7 @@ def verified(groups: ChannelGroups, model: nn.Module, shadow: nn.Module, inputs:
     run = _DryRun(groups, shadow, inputs, trace)
     best = run
     bound: frozenset[str] = frozenset()
-    error = run.failure(run.prunable, seed=1)
+    error = run.first_failure()
     for _ in range(MAX_RETRACES):
         if error is None:
             break
@@ -39,10 +39,10 @@ def verified(groups: ChannelGroups, model: nn.Module, shadow: nn.Module, inputs:
         bound |= {culprit}
         trace = run_trace(shadow, inputs, bound)
         run = _DryRun(groups_of(model, shadow, trace, inputs), shadow, inputs, trace)
-        error = run.failure(run.prunable, seed=1)
+        error = run.first_failure()
     result = run.surviving(error)
     if run is not best and error is not None:
-        first = best.surviving(best.failure(best.prunable, seed=1))
+        first = best.surviving(best.first_failure())
         if first.macs([1] * len(first)) < result.macs([1] * len(result)):
             return first
     return result
@@ -60,9 +60,15 @@ class _DryRun:
     def __init__(self, groups: ChannelGroups, shadow: nn.Module, inputs: tuple, trace: Trace):
         self.groups, self.shadow, self.inputs = groups, shadow, inputs
         self.prunable = [i for i, group in enumerate(groups) if group.size > 1]
+        # With few units to draw from, widths that must not agree can agree by chance: draw more often.
+        few = any(groups[i].size <= 4 for i in self.prunable)
+        self.seeds = range(1, 7 if few else 3)
         self._component = couple(trace.labels).component
         self._first_label = trace.param_labels
         self._expected = trace.output_shapes
+
+    def first_failure(self) -> Exception | None:
+        return next(filter(None, (self.failure(self.prunable, seed) for seed in self.seeds)), None)
 
     def failure(self, chosen: list[int], seed: int) -> Exception | None:
         """What goes wrong when some units of the chosen groups are removed, another number in each."""
@@ -72,7 +78,8 @@ class _DryRun:
             group = self.groups[i]
             # One unit alone can turn a grouped conv into a plain or a depthwise one, with ties that only look wrong.
             least = max(min(2, group.size - 1), group.size // 4)
-            keep[group.name] = sorted(draw.sample(range(group.size), draw.randint(least, group.size - 1)))
+            most = group.size - 1 if seed <= 2 else group.size
+            keep[group.name] = sorted(draw.sample(range(group.size), draw.randint(least, most)))
         try:
             slim = slice_model(self.shadow, self.groups, keep)
             trace = run_trace(slim, self.inputs)
@@ -111,10 +118,10 @@ class _DryRun:
         accepted: list[int] = []
         runs = 0
 
-        def add(candidates: list[int], seed: int, known: Exception | None = None) -> None:
+        def add(candidates: list[int], seed: int) -> None:
             nonlocal runs
             runs += 1
-            problem = known or self.failure(accepted + candidates, seed)
+            problem = self.failure(accepted + candidates, seed)
             if problem is None:
                 accepted.extend(candidates)
             elif len(candidates) == 1 or runs > MAX_RUNS:
@@ -125,13 +132,11 @@ class _DryRun:
                 add(candidates[:middle], seed)
                 add(candidates[middle:], seed)
 
-        if error is None:
-            accepted = list(self.prunable)
-        elif self.prunable:
-            add(self.prunable, 1, error)
-        survivors, accepted = accepted, []
-        if survivors:
-            add(survivors, 2)
+        accepted = list(self.prunable)
+        for seed in self.seeds if error is not None else ():
+            survivors, accepted = accepted, []
+            if survivors:
+                add(survivors, seed)
         for i, group in enumerate(self.groups):
             if group.size == 1:
                 refused[i] = "a single unit, which must stay"

@@ -5,6 +5,7 @@ nor arithmetic. A model that asks for a value (``.item()``) is traced with real 
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -146,7 +147,7 @@ class _AttentionScale(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention and kwargs.get("scale") is None:
-            self.trace.labels.mix(self.trace((args[0] if args else kwargs["query"])).dims[-1])
+            self.trace.labels.mix(self.trace(args[0] if args else kwargs["query"]).dims[-1])
         return func(*args, **kwargs)
 
 
@@ -168,22 +169,32 @@ def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
         if isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter):
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = new
-    for module in model.modules():  # plain tensor attributes go where the parameters go
+    for module in model.modules():
         for name, value in vars(module).items():
-            if isinstance(value, Tensor) and id(value) not in memo:
-                memo[id(value)] = replace(name, value)
+            if name in _HOOKS:
+                memo[id(value)] = _lasting_hooks(value)  # not copied at all: they may hold anything
+            elif not name.startswith("_"):  # plain tensor attributes, and caches of them, go where the parameters go
+                found = tree_flatten(value)[0] if isinstance(value, (dict, list, tuple)) else (value,)
+                for tensor in found:
+                    if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                        memo[id(tensor)] = replace(name, tensor)
     result = copy.deepcopy(model, memo)
     flags = [(module, module.training) for module in result.modules()]
     result.train()  # modules that cache something for inference (attention biases) drop it here
     for module, training in flags:
         module.training = training
-    for module in result.modules():
-        for hooks in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"):
-            getattr(module, hooks, {}).clear()
-        pre = module._forward_pre_hooks
-        for key in [k for k, hook in pre.items() if not type(hook).__module__.startswith("torch.nn.utils")]:
-            del pre[key]  # weight_norm and spectral_norm are hooks that belong to the layer: they stay
     return result
+
+
+_HOOKS = frozenset(
+    "_forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks "
+    "_forward_pre_hooks_with_kwargs _backward_hooks _backward_pre_hooks _state_dict_hooks".split()
+)
+
+
+def _lasting_hooks(hooks: Mapping) -> OrderedDict:
+    """weight_norm and spectral_norm are hooks that belong to the layer: they stay."""
+    return OrderedDict((key, hook) for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils"))
 
 
 def on_meta(model: nn.Module) -> nn.Module:
