@@ -28,7 +28,7 @@ def main():
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.7, 0.5])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--table-seconds", type=float, default=150)
-    parser.add_argument("--check-seconds", type=float, default=25)
+    parser.add_argument("--check-seconds", type=float, default=30)
     parser.add_argument("--tables", type=Path, default=Path.home() / ".cache/timm-knapsack/latency")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -68,11 +68,12 @@ def measure(name: str, batch_size: int, args, write) -> None:
     table = LatencyTable.measure(model, groups, **options)  # from the file
     table.cost(model, groups)
     loading = time.monotonic() - start
+    table.check_seconds = args.check_seconds
     scores = {group.name: torch.rand(group.size, dtype=torch.float64) for group in groups}
     budgets = [tk.Budget(latency=fraction, table=table) for fraction in args.budgets]
     results = tk.sweep(model, scores, budgets, groups=groups)
     networks = [model, *(result.model for result in results)]
-    check = compare_latency(networks, batch_size=batch_size, precision=0.007, max_seconds=args.check_seconds)
+    check = compare_latency(networks, batch_size=batch_size, precision=0.01, max_seconds=1.5 * args.check_seconds)
     for asked, result, ratio, error in zip(args.budgets, results, check.ratios[1:], check.uncertainty[1:], strict=True):
         line, macs = result.report.line("latency"), result.report.line("macs")
         write(f"{name:<24}{batch_size:>5}{asked:>7.2f}{line.counted / line.original:>10.3f}{ratio:>9.3f}{error:>7.1%}"

@@ -67,6 +67,7 @@ class LatencyTable:
     date: str = ""
     surfaces: dict[str, Surface] = field(default_factory=dict, compare=False, repr=False)  # filled by `cost`
     elsewhere: bool = field(default=False, compare=False)
+    check_seconds: float = field(default=20.0, compare=False)  # at most this long to measure one pruned network
     clock: Any = field(default=None, compare=False, repr=False)
 
     # ---- files
@@ -224,12 +225,13 @@ class LatencyTable:
                 windows[:, i] = [knots[-1] / 12 for knots in surface.knots]
         rest = float(np.median(times[:, 0]))
         cost = LatencyCost([layer.name for layer in layers], [layer.widths for layer in layers], surfaces, len(groups))
-        predicted, totals = [], []
+        predicted, totals, trust = [], [], []
         for visit, speed in zip(self.visits, self.speeds(), strict=True):
             if visit.get("total"):
                 predicted.append(cost.at(self.grid[visit["copy"]]) + rest)
                 totals.append(visit["total"] / speed)
-        factor, constant = _calibrated(np.array(predicted), np.array(totals)) if totals else (1.0, 0.0)
+                trust.append(_trust(speed))
+        factor, constant = _calibrated(*map(np.array, (predicted, totals, trust))) if totals else (1.0, 0.0)
         self.surfaces = dict(zip(cost.names, surfaces, strict=True))
         return LatencyCost(
             cost.names,
@@ -240,22 +242,25 @@ class LatencyTable:
             steps=group_steps(groups, layers, self.stairs or {}),
             windows=windows,
             conditions=None if self.elsewhere else self.conditions,
+            check_seconds=self.check_seconds,
             clock=self.clock,
         )
 
-    def speeds(self) -> list[float]:
-        """For each visit, the original's time just then ÷ its median time: a running median over five visits."""
-        references = [visit["reference"] for visit in self.visits]
-        usual = float(np.median(references)) if references else 1.0
-        return [float(np.median(references[max(0, i - 2) : i + 3])) / usual for i in range(len(references))]
+    def speeds(self) -> np.ndarray:
+        """For each visit, the original's time just then ÷ its time on the undisturbed machine (the lowest decile)."""
+        references = np.array([visit["reference"] for visit in self.visits])
+        return references / np.quantile(references, 0.1) if len(references) else references
 
     def _seconds_of_copies(self) -> dict[int, np.ndarray]:
-        """For each copy of the grid, seconds of each layer (the time before the first comes first)."""
-        found: dict[int, list[np.ndarray]] = {}
+        """For each copy of the grid, seconds of each layer (the time before the first comes first).
+
+        Visits while the machine was busy with something else count little where there is a better one.
+        """
+        found: dict[int, list[tuple[float, np.ndarray]]] = {}
         for visit, speed in zip(self.visits, self.speeds(), strict=True):
             if visit["plan"] == "grid":
-                found.setdefault(visit["copy"], []).append(np.array(visit["layers"]) / speed)
-        return {copy: np.median(visits, axis=0) for copy, visits in sorted(found.items())}
+                found.setdefault(visit["copy"], []).append((_trust(speed), np.array(visit["layers"]) / speed))
+        return {copy: _weighted_median(*zip(*visits, strict=True)) for copy, visits in sorted(found.items())}
 
     # ---- refusing
 
@@ -293,12 +298,25 @@ def _knots(widths: np.ndarray) -> np.ndarray:
     return np.unique(np.quantile(distinct, np.linspace(0, 1, MAX_KNOTS)))
 
 
-def _calibrated(predicted: np.ndarray, totals: np.ndarray) -> tuple[float, float]:
+def _trust(speed: float) -> float:
+    """How much a visit counts: what else ran on the machine then does not slow all layers alike."""
+    return float(max(speed, 1.0) ** -4)
+
+
+def _weighted_median(weights: Sequence[float], rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Column by column, the least value with half of the weight at or below it."""
+    order = np.argsort(rows, axis=0)
+    reached = np.cumsum(np.array(weights)[order], axis=0) >= 0.5 * sum(weights) * (1 - 1e-9)
+    chosen = np.take_along_axis(order, reached.argmax(axis=0)[None], axis=0)
+    return np.take_along_axis(np.array(rows), chosen, axis=0)[0]
+
+
+def _calibrated(predicted: np.ndarray, totals: np.ndarray, trust: np.ndarray) -> tuple[float, float]:
     """(factor, constant) ≥ 0 that make the sum of the layers the time of the network, errors relative."""
     from scipy.optimize import nnls
 
     rows = np.stack([predicted / totals, totals.mean() / totals], axis=1)
-    factor, constant = nnls(rows, np.ones(len(totals)))[0]
+    factor, constant = nnls(rows * np.sqrt(trust)[:, None], np.sqrt(trust))[0]
     return float(factor), float(constant * totals.mean())
 
 

@@ -32,6 +32,7 @@ class LatencyCost(Cost):
         steps: units of each group that are best kept together.
         windows: for each layer and axis, how many channels to look to either side for a slope.
         conditions: how to measure; None if this machine is not the one of the table.
+        check_seconds: at most this long to measure one result.
     """
 
     name, unit = "latency", "s"
@@ -47,11 +48,12 @@ class LatencyCost(Cost):
         steps: Sequence[int] | None = None,
         windows: np.ndarray | None = None,
         conditions: Conditions | None = None,
+        check_seconds: float = 20.0,
         clock=None,
     ):
         self.names, self.steps, self.conditions = list(names), steps, conditions
         self._factor, self._constant = calibration
-        self._clock = clock
+        self._check_seconds, self._clock = check_seconds, clock
         layers = len(names)
         self._units = np.zeros((2, layers, groups))
         self._fixed = np.zeros((2, layers))
@@ -118,7 +120,7 @@ class LatencyCost(Cost):
         """Measure both in turns; None where this machine is not the table's."""
         if self.conditions is None:
             return None
-        return compare_under(self.conditions, [model, slim], clock=self._clock)
+        return compare_under(self.conditions, [model, slim], max_seconds=self._check_seconds, clock=self._clock)
 
     def layer_lines(self, model: nn.Module, slim: nn.Module, full: Sequence[int], kept: Sequence[int], passes: int = 5):
         """Layer by layer: original, predicted, measured."""

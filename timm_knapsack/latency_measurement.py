@@ -14,6 +14,7 @@ from .slim import slice_model
 from .time_surface import find_step
 
 PASSES = 4  # timed passes in a visit to a copy
+DISTURBED = 1.25  # the original takes this much longer than on the idle machine: the visit will be repeated
 
 
 class Measurement:
@@ -45,14 +46,17 @@ class Measurement:
         self._save()
 
     def _visit_all(self, plan: str, copies: list[list[int]], max_seconds: float, rounds: int, advance) -> None:
+        """Every copy once; then again, in rounds, those whose times are not yet known well enough."""
         table = self.table
         for turn in range(rounds):
             done = {v["copy"] for v in table.visits if v["plan"] == plan and v["round"] == turn}
-            if turn and not done and self._precise(plan):
-                return
-            for copy in np.random.default_rng(turn).permutation(len(copies)).tolist():
-                if copy in done:
-                    continue
+            order = np.random.default_rng(turn).permutation(len(copies)).tolist()
+            waiting = [copy for copy in order if copy not in done]
+            if turn:
+                worst_first = self._errors(plan)
+                waiting = [copy for copy in waiting if worst_first[copy] > self.precision]
+                waiting.sort(key=lambda copy: -worst_first[copy])
+            for copy in waiting:
                 if turn and table.seconds > max_seconds:
                     return
                 start = time.monotonic()
@@ -62,7 +66,7 @@ class Measurement:
                 table.visits.append(visit)
                 table.seconds += time.monotonic() - start
                 self._save()
-                advance(plan, turn * len(copies) + len(done), rounds * len(copies), max_seconds - table.seconds)
+                advance(plan, rounds * len(copies))
 
     def _visit(self, counts: list[int], whole: bool) -> dict[str, Any]:
         keep = {group.name: torch.arange(count) for group, count in zip(self.groups, counts, strict=True)}
@@ -75,7 +79,7 @@ class Measurement:
                 runs.append([times.get(name, 0.0) for name in ("", *self.table.layers)])
         references.append(sum(self.reference.time_pass(self.images).values()))
         timer.remove()
-        visit = {"reference": _short(min(references)), "layers": [_short(s) for s in np.quantile(runs, 0.25, axis=0)]}
+        visit = {"reference": _short(np.mean(references)), "layers": [_short(s) for s in np.quantile(runs, 0.25, axis=0)]}
         if whole:
             if self.table.conditions.compiled:
                 torch._dynamo.reset()
@@ -85,14 +89,17 @@ class Measurement:
             visit["total"] = _short(np.quantile(totals, 0.25))
         return visit
 
-    def _precise(self, plan: str) -> bool:
-        """Whether the visits to a copy agree: the standard error of its time, in the median over copies."""
-        sums: dict[int, list[float]] = {}
+    def _errors(self, plan: str) -> dict[int, float]:
+        """For each copy, how unsure its time is, relative: infinite after a single visit or while disturbed."""
+        visits: dict[int, list[tuple[float, float]]] = {}
         for visit, speed in zip(self.table.visits, self.table.speeds(), strict=True):
             if visit["plan"] == plan:
-                sums.setdefault(visit["copy"], []).append(sum(visit["layers"]) / speed)
-        errors = [np.std(s, ddof=1) / np.mean(s) / np.sqrt(len(s)) for s in sums.values() if len(s) > 1]
-        return bool(errors) and float(np.median(errors)) <= self.precision
+                visits.setdefault(visit["copy"], []).append((speed, sum(visit["layers"]) / speed))
+        errors = {}
+        for copy, pairs in visits.items():
+            calm = [seconds for speed, seconds in pairs if speed < DISTURBED]
+            errors[copy] = np.std(calm, ddof=1) / np.mean(calm) / np.sqrt(len(calm)) if len(calm) > 1 else np.inf
+        return errors
 
     def _stairs(self, copies: list[list[int]]) -> dict[str, int]:
         """The stairs of each kind of layer, from the sums of the layers of that kind whose widths all move."""
@@ -106,16 +113,19 @@ class Measurement:
                 and all(w.at(copies[0]) != w.at(copies[-1]) for w in layer.widths if w.units)
                 and any(w.units for w in layer.widths)
             ]
-            offsets, seconds = [], []
-            for visit, speed in zip(self.table.visits, speeds, strict=True):
-                if visit["plan"] == "stairs":
-                    offsets.append(STAIR_OFFSETS[visit["copy"]])
-                    seconds.append(sum(visit["layers"][i + 1] for i in members) / speed)
-            if not members or sum(seconds) < 0.05 * sum(sum(v["layers"]) for v in self.table.visits):
+            pairs = [
+                (STAIR_OFFSETS[visit["copy"]], speed, sum(visit["layers"][i + 1] for i in members) / speed)
+                for visit, speed in zip(self.table.visits, speeds, strict=True)
+                if visit["plan"] == "stairs"
+            ]
+            whole = sum(sum(v["layers"]) / speed for v, speed in zip(self.table.visits, speeds, strict=True))
+            if not members or sum(seconds for *_, seconds in pairs) < 0.05 * whole:
                 found[kind] = 1  # too small a part of the network to tell, or to matter
                 continue
-            pairs = list(zip(offsets, seconds, strict=True))
-            merged = {offset: float(np.median([s for o, s in pairs if o == offset])) for offset in offsets}
+            merged = {}
+            for offset in dict.fromkeys(offset for offset, *_ in pairs):
+                visits = sorted((speed, seconds) for o, speed, seconds in pairs if o == offset)
+                merged[offset] = float(np.median([seconds for _, seconds in visits[: (len(visits) + 1) // 2]]))
             found[kind] = find_step(list(merged), list(merged.values()))
         return found
 
@@ -135,7 +145,7 @@ class Measurement:
         with Progress(*columns, console=Console(stderr=True)) as bar:
             tasks: dict[str, Any] = {}
 
-            def advance(plan, done, total, seconds_left):
+            def advance(plan, total):
                 if plan not in tasks:
                     what = "finding stairs" if plan == "stairs" else "timing layers"
                     tasks[plan] = bar.add_task(f"{self.table.model}: {what}", total=total)

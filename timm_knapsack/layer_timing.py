@@ -231,7 +231,7 @@ class Latency:
 
     Example:
         >>> Latency.of([0.010, 0.011, 0.012, 0.030])
-        Latency(11.5 ms ± 3.0 ms, 4 passes)
+        Latency(11.5 ms ± 2.9 ms, 4 passes)
     """
 
     median: float
@@ -254,7 +254,11 @@ class Latency:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several networks measured in turns. ``ratios[i]``: median of the rounds' (network i ÷ network 0)."""
+    """Several networks measured in turns, round after round.
+
+    ``ratios[i]`` is the median of (network i ÷ network 0) over the quieter half of the rounds, by the time of the whole
+    round: what else runs on a machine does not slow all networks alike.
+    """
 
     latencies: tuple[Latency, ...]
     ratios: tuple[float, ...]
@@ -364,12 +368,18 @@ def compare_under(
                 if late or max(_uncertainties(rounds)) <= precision or len(rounds) >= 1000:
                     break
     columns = list(zip(*rounds, strict=True))
-    ratios = [float(np.median(np.divide(column, columns[0]))) for column in columns]
+    ratios = np.median(_quiet_ratios(rounds), axis=1).tolist()
     return Comparison(tuple(Latency.of(column) for column in columns), tuple(ratios), tuple(_uncertainties(rounds)))
 
 
+def _quiet_ratios(rounds: list[list[float]]) -> np.ndarray:
+    """Network × round: its time ÷ the first network's, in the quieter half of the rounds."""
+    times = np.array(rounds)
+    quiet = times[np.argsort(times.sum(axis=1), kind="stable")[: (len(times) + 1) // 2]]
+    return (quiet / quiet[:, :1]).T
+
+
 def _uncertainties(rounds: list[list[float]]) -> list[float]:
-    columns = np.array(rounds).T
-    if len(columns) == 1:
-        return [notch(columns[0])]
-    return [notch(column / columns[0]) for column in columns]
+    if len(rounds[0]) == 1:
+        return [notch([times[0] for times in rounds])]
+    return [notch(ratios) for ratios in _quiet_ratios(rounds)]

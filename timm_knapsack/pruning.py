@@ -23,6 +23,7 @@ from .width_search import WidthSolution, ladder, search_widths
 
 MAX_CORRECTIONS = 4
 MISS = (0.975, 1.015)  # measured ÷ asked that needs no correction
+PREDICTION_ERROR = 0.015  # of the time at widths near those that were measured, one standard deviation
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _prune_once(model, groups, values, scores, limits_of, budget, base_args) -> 
         step = math.lcm(limits_of.step(group), *(int(cost.steps[number]) for cost in costs if cost.steps is not None))
         ladders.append(ladder(values[group.name].numpy(), *limits_of.range(group, step), step))
     choices = _choices(model, groups, values, ladders, costs, limits, isinstance(budget.latency, str))
-    choice = min(choices, key=lambda choice: choice.badness)
+    choice = choices[0]
     solution, keep, slim = choice.solution, choice.keep, choice.slim
     config = _config(model, groups, keep, base_args)
     slim.channel_config = config
@@ -226,16 +227,36 @@ class _Choice:
     keep: dict[str, Tensor]
     slim: nn.Module
     comparison: Any = None
-    miss: float = 1.0  # measured ÷ asked
+    predicted: float = 1.0  # ÷ asked
+    bias: float = 0.0  # log(measured ÷ predicted)
 
-    @property
-    def badness(self) -> float:
+    def miss(self, all_choices: "Sequence[_Choice]") -> float:
+        """Measured ÷ asked, as far as all that was measured tells: where noise is large, the others count too."""
+        return self.predicted * math.exp(_bias(all_choices, self))
+
+    def badness(self, all_choices: "Sequence[_Choice]") -> float:
         """How far from the budget; a result that is too slow counts double."""
-        return abs(math.log(self.miss)) * (2 if self.miss > 1 else 1)
+        miss = math.log(self.miss(all_choices))
+        return abs(miss) * (2 if miss > 0 else 1)
+
+
+def _bias(choices: Sequence[_Choice], own: _Choice | None) -> float:
+    """What to multiply predictions with, as a logarithm: each measurement counts by how sure it is.
+
+    A measurement of other widths is at best as sure as the prediction that links them.
+    """
+    weights = []
+    for choice in choices:
+        noise = choice.comparison.uncertainty[1] / 1.96
+        weights.append(1 / (noise**2 + (0 if choice is own else PREDICTION_ERROR**2) + 1e-12))
+    return float(np.average([choice.bias for choice in choices], weights=weights))
 
 
 def _choices(model, groups, values, ladders, costs, limits, absolute: bool) -> list[_Choice]:
-    """Solve; where time is asked for, measure the result, correct what the search aims at, and solve again."""
+    """Solve; where time is asked for, measure the result, correct what the search aims at, and solve again.
+
+    The best choice comes first.
+    """
     timed = next((cost for cost in costs if cost.name == "latency"), None)
     aim = dict(limits)
     choices: list[_Choice] = []
@@ -253,16 +274,16 @@ def _choices(model, groups, values, ladders, costs, limits, absolute: bool) -> l
         comparison = timed.compare(model, slim) if timed is not None else None
         if comparison is None:
             return [_Choice(solution, keep, slim)]
-        if absolute:
-            miss = comparison.latencies[1].median / limits[timed.name]
-        else:
-            miss = comparison.ratios[1] * timed.at(groups.sizes) / limits[timed.name]
-        choices.append(_Choice(solution, keep, slim, comparison, miss))
-        idle = timed.at(solution.counts) < aim[timed.name] * 0.97  # another budget, or nothing left to keep, decides
+        predicted = timed.at(solution.counts)
+        measured = comparison.latencies[1].median if absolute else comparison.ratios[1] * timed.at(groups.sizes)
+        bias = math.log(measured / predicted)
+        choices.append(_Choice(solution, keep, slim, comparison, predicted / limits[timed.name], bias))
+        miss = choices[-1].miss(choices)
+        idle = predicted < aim[timed.name] * 0.97  # another budget, or nothing left to keep, decides
         if MISS[0] <= miss <= MISS[1] or (miss < 1 and idle):
             break
-        aim[timed.name] /= miss
-    return choices
+        aim[timed.name] = limits[timed.name] / math.exp(_bias(choices, None))
+    return sorted(choices, key=lambda choice: choice.badness(choices))
 
 
 class _Limits:

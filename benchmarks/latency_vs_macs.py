@@ -1,0 +1,180 @@
+"""At equal measured time, which budget keeps more importance? At equal importance, which network is faster?
+
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/latency_vs_macs.py --out benchmarks/results/latency_vs_macs.txt
+
+Networks with real weights, Taylor scores on real images. Four ways to prune, several budgets each, all networks and the
+original measured in turns in one run:
+
+    latency      Budget(latency=…) with a measured table; as predicted, no correction
+    macs         Budget(macs=…)
+    macs/8       Budget(macs=…), round_to=8: the usual advice for hardware
+    linear time  the paper's: a channel costs its layer's time ÷ its channels, one knapsack, no re-costing
+
+The last lines of each network compare the latency net in the middle with the others by interpolation between their
+points (importance over the logarithm of time). Lines are written as they come.
+"""
+
+import argparse
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+import timm_knapsack as tk
+from timm_knapsack.cifar_resnet import CifarResNet  # noqa: F401  (registers the models)
+from timm_knapsack.costs import Cost
+from timm_knapsack.image_data import create_loader
+from timm_knapsack.latency import LatencyTable, compare_latency, device_name
+from timm_knapsack.latency_plan import find_timed_layers
+from timm_knapsack.width_search import ladder, search_widths
+
+import timm  # isort: skip
+
+SHARED = Path("/work/shared/data")
+BUDGETS = {
+    "latency": (0.8, 0.65, 0.5),
+    "macs": (0.75, 0.55, 0.4, 0.28),
+    "macs/8": (0.75, 0.55, 0.4, 0.28),
+    "linear time": (0.9, 0.75, 0.6, 0.45),
+}
+
+
+def resnet50_v1():
+    model = timm.create_model("resnet50")
+    weights = load_file(SHARED / "weights/resnet50_v1.in1k.fp16.safetensors")
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    for stage in (model.layer2, model.layer3, model.layer4):  # v1: the stride is in the 1×1 conv
+        stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
+    mean = (123.68 / 255, 116.779 / 255, 103.939 / 255)
+    data = {"input_size": (3, 224, 224), "mean": mean, "std": (0.229, 0.224, 0.225)}
+    loader = create_loader(SHARED / "imagenet_calibration", data, batch_size=16, limit=128, num_classes=1000)
+    return model.eval(), loader, 1
+
+
+def efficientnet_lite0():
+    model = timm.create_model("tf_efficientnet_lite0")
+    model.load_state_dict(load_file(SHARED / "weights/tf_efficientnet_lite0.in1k.safetensors"))
+    return model.eval(), create_loader(SHARED / "imagenet_calibration", model, batch_size=16, limit=128), 1
+
+
+def resnet56():
+    model = timm.create_model("cifar_resnet56")
+    model.load_state_dict(load_file(SHARED / "weights/resnet56.cifar10.safetensors"))
+    data = Path("~/.cache/timm-knapsack/cifar10").expanduser()
+    return model.eval(), create_loader(data, model, split="train", batch_size=64, limit=256), 32
+
+
+NETWORKS = {"resnet50_v1": resnet50_v1, "efficientnet_lite0": efficientnet_lite0, "cifar_resnet56": resnet56}
+
+
+class LinearTime(Cost):
+    """The paper's: what one channel of a layer takes, whatever the other widths are."""
+
+    name, unit = "latency", "s"
+
+    def __init__(self, weights):
+        self._weights = np.array(weights)
+
+    def at(self, kept):
+        return float(self._weights @ np.asarray(kept, dtype=float))
+
+    def marginal(self, kept):
+        return self._weights
+
+
+def linear_time(groups, cost, layers) -> LinearTime:
+    weights = np.zeros(len(groups))
+    for layer, seconds in zip(layers, cost.layers_at(groups.sizes), strict=True):
+        made = layer.widths[0]
+        for group, channels in made.units:
+            weights[group] += seconds * channels / made.at(groups.sizes)
+    return LinearTime(weights)
+
+
+def linear_keep(groups, scores, time, fraction):
+    ladders = [ladder(scores[group.name].numpy(), 1, group.size, 1) for group in groups]
+    solution = search_widths(ladders, [time], {"latency": fraction * time.at(groups.sizes)})
+    return {
+        group.name: scores[group.name].argsort(descending=True, stable=True)[:count].sort().values
+        for group, count in zip(groups, solution.counts, strict=True)
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--table-seconds", type=float, default=150)
+    parser.add_argument("--seconds", type=float, default=120, help="at most this long to measure all networks in turns")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/timm-knapsack/latency")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.cache.mkdir(parents=True, exist_ok=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(line):
+        print(line, flush=True)
+        with args.out.open("a") as file:
+            file.write(line + "\n")
+
+    cpu = device_name(torch.device("cpu"))
+    write(f"# python benchmarks/latency_vs_macs.py --threads {args.threads} --table-seconds {args.table_seconds:g}")
+    write(f"# {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {cpu}, torch {torch.__version__}")
+    for name in args.networks:
+        compare(name, args, write)
+
+
+def compare(name, args, write):
+    torch.manual_seed(0)
+    model, loader, batch_size = NETWORKS[name]()
+    groups = tk.find_channel_groups(model)
+    saved = args.cache / f"{name}-scores.pt"
+    if not saved.exists():
+        torch.save(dict(tk.taylor_scores(model, groups, loader)), saved)
+    scores = torch.load(saved)
+    total = float(sum(values.sum() for values in scores.values()))
+    options = {"batch_size": batch_size, "max_seconds": args.table_seconds, "progress": True}
+    path = args.cache / f"{name}-b{batch_size}-t{args.threads}.json"
+    table = LatencyTable.measure(model, groups, path=path, **options)
+    table.elsewhere = True  # predictions only: all networks are measured together below
+    cost = table.cost(model, groups)
+    time = linear_time(groups, cost, find_timed_layers(model, groups, table.conditions))
+    runs = []
+    for way, fractions in BUDGETS.items():
+        for fraction in fractions:
+            if way == "linear time":
+                keep = linear_keep(groups, scores, time, fraction)
+            else:
+                latency = way == "latency"
+                budget = tk.Budget(latency=fraction, table=table) if latency else tk.Budget(macs=fraction)
+                step = 8 if way == "macs/8" else 1
+                keep = tk.prune(model, scores=scores, budget=budget, groups=groups, round_to=step).keep
+            macs = groups.macs([len(keep[group.name]) for group in groups]) / groups.macs()
+            importance = float(sum(scores[group][units].sum() for group, units in keep.items())) / total
+            runs.append((way, fraction, importance, macs, tk.slice_model(model, groups, keep)))
+    check = compare_latency([model, *(run[-1] for run in runs)], batch_size=batch_size, max_seconds=args.seconds)
+    write(f"\n{name}, batch {batch_size}, {len(check.latencies[0].samples)} rounds, original "
+          f"{check.latencies[0].median * 1e3:.1f} ms, stairs {table.stairs}")  # fmt: skip
+    write(f"{'way':<14}{'asked':>6}{'MACs':>8}{'time':>8}{'±':>7}{'importance':>12}{'lost':>8}")
+    points: dict[str, list[tuple[float, float]]] = {}
+    for run, ratio, error in zip(runs, check.ratios[1:], check.uncertainty[1:], strict=True):
+        way, fraction, importance, macs, _ = run
+        write(f"{way:<14}{fraction:>6.2f}{macs:>8.3f}{ratio:>8.3f}{error:>7.1%}{importance:>12.4f}"
+              f"{1 - importance:>8.4f}")  # fmt: skip
+        points.setdefault(way, []).append((ratio, importance))
+    for time_here, importance_here in points.pop("latency")[1:]:
+        for way, curve in points.items():
+            times, importances = (np.array(axis) for axis in zip(*sorted(curve), strict=True))
+            nothing = {"left": np.nan, "right": np.nan}  # no point to either side: nothing to compare
+            at_time = np.interp(np.log(time_here), np.log(times), importances, **nothing)
+            rising = np.maximum.accumulate(importances)
+            at_importance = np.exp(np.interp(importance_here, rising, np.log(times), **nothing))
+            write(f"latency net at {time_here:.3f} keeps {importance_here:.4f}; {way} at that time {at_time:.4f}, "
+                  f"at that importance {at_importance:.3f} ({at_importance / time_here:.2f}× the time)")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
