@@ -39,7 +39,7 @@ class Budget:
         if self.latency is not None:
             if isinstance(self.latency, str):
                 _seconds(self.latency)
-            elif _check_number("latency", self.latency, math.inf) > 1:
+            elif _check_number("latency", self.latency, 1) > 1:
                 raise BudgetError(f"budget latency={self.latency}: a fraction is at most 1; write a time as '12ms'")
             if self.table is None:
                 raise BudgetError(
