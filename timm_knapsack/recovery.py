@@ -2,8 +2,8 @@
 
 Layer by layer, in the order in which they run, on the student's own features, ridge regression fits each conv or linear
 to the teacher's pre-activation map at the channels that were kept. A layer that ends a residual block is fitted to the
-teacher's sum minus the student's own shortcut, so that the errors of earlier layers are corrected and not passed on. The
-paper's ``M_l`` is the same regressor; here it is folded into the weights and costs nothing at inference.
+teacher's sum minus the student's own shortcut, so that the errors of earlier layers are corrected and not passed on.
+The paper's ``M_l`` is the same regressor; here it is folded into the weights and costs nothing at inference.
 """
 
 import logging
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from .errors import KnapsackError
 from .feature_taps import Tap, find_blocks, find_taps
 from .replay import Replay
-from .ridge import RidgeSums, flat_weight, outputs, patches
+from .ridge import RidgeSums, draw_positions, flat_weight, outputs, patches
 
 log = logging.getLogger(__name__)
 
-POSITIONS = 100_000  # positions of the maps that a layer is fitted on, at most
+POSITIONS = 60_000  # positions of the maps that a layer is fitted on, at most
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _check_pair(student: nn.Module, teacher: nn.Module, kept: Mapping[str, Tenso
         if not isinstance(layer, (nn.Conv2d, nn.Linear)):
             continue
         if name not in theirs or type(theirs[name]) is not type(layer):
-            raise KnapsackError(f"the teacher has no layer {name!r} like the student's; is it the model that was pruned?")
+            raise KnapsackError(f"the teacher has no layer like the student's {name!r}; is it the model that was pruned?")
         ours, full = layer.weight.shape[0], theirs[name].weight.shape[0]
         if ours != full and name not in kept:
             raise KnapsackError(
@@ -178,10 +178,8 @@ class _Recovery:
         share = max(1, POSITIONS // len(self.batches))
         for batch in range(len(self.batches)):
             x, now, target = self._maps(batch, name, tap, gain)
-            columns, now, target = patches(layer, x), outputs(layer, now), outputs(layer, target)
-            if columns.shape[1] > share:
-                chosen = torch.randperm(columns.shape[1], generator=torch.Generator().manual_seed(batch))[:share]
-                columns, now, target = columns[:, chosen], now[:, chosen], target[:, chosen]
+            at = draw_positions(layer, now, share, seed=batch)
+            columns, now, target = patches(layer, x, at), outputs(layer, now, at), outputs(layer, target, at)
             sums.add(columns.float(), (target - now).float(), target.float())
         norm = self.norm_after.get(name)
         takes_intercept = layer.bias is not None or norm is not None
@@ -248,10 +246,10 @@ class _Recovery:
         channel = 1 if isinstance(layer, nn.Conv2d) else -1
         change, moved = change.transpose(0, channel).flatten(1), moved.transpose(0, channel).flatten(1)
         factor = (change * moved).sum(1) / change.square().sum(1)
-        left = (moved - factor.unsqueeze(1) * change).square().sum(1).sqrt() / moved.square().sum(1).sqrt().clamp_min(1e-12)
-        if float(left.median()) > 1e-2:
+        error = (moved - factor.unsqueeze(1) * change).norm(dim=1) / moved.norm(dim=1).clamp_min(1e-12)
+        if float(error.median()) > 1e-2:
             return None
-        usable = (left < 1e-2) & (factor.abs() > 1e-3 * factor.abs().median())
+        usable = (error < 1e-2) & (factor.abs() > 1e-3 * factor.abs().median())
         return torch.where(usable, 1 / factor.where(usable, torch.ones_like(factor)), torch.zeros_like(factor))
 
 

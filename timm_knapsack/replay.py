@@ -6,6 +6,7 @@ finished segment kept for every batch, such a run costs one segment instead of t
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ class Replay:
         self.cached: list[Any] | None = None
         self.finished: list[nn.Module] = []
         self.honest = True
+        self._shapes: dict[nn.Module, Any] = {}
 
-    def run(self, batch: int, until: nn.Module, side: str = "output", wanted: dict[str, tuple[nn.Module, str]] | None = None):
+    def run(self, batch: int, until: nn.Module, side: str = "output", wanted=None) -> dict[str, Any]:
         """Run a batch until a module has been reached; returns the wanted inputs and outputs by name."""
         seen: dict[str, Any] = {}
         handles = []
@@ -72,9 +74,10 @@ class Replay:
             yield
             return
         for module in self.finished:
-            last = module is self.finished[-1]
-            kept = self.cached[batch]
-            module.forward = (lambda *a, kept=kept, **k: kept) if last else _placeholder(self._shapes[module], len(self.batches[batch]))
+            if module is self.finished[-1]:
+                module.forward = _returns(_copied(self.cached[batch]))
+            else:
+                module.forward = _returns(_placeholder(self._shapes[module], len(self.batches[batch])))
         try:
             yield
         finally:
@@ -93,14 +96,13 @@ class Replay:
                 self._give_up()
                 return
             outputs.append(output)
-        self._shapes = {**getattr(self, "_shapes", {}), segment: tree_map(_shape_of, outputs[0])}
-        before = (self.cached, list(self.finished))
+        self._shapes[segment] = tree_map(_shape_of, outputs[0])
         self.cached = outputs
         self.finished.append(segment)
-        if not self._same_as_full(before):
+        if not self._same_as_full():
             self._give_up()
 
-    def _same_as_full(self, before) -> bool:
+    def _same_as_full(self) -> bool:
         """Does playing back change what the network returns, on the first batch?"""
         images = self.batches[0][:2]
         probe = Replay(self.model, [images])
@@ -125,17 +127,27 @@ def _copied(x: Any) -> Any:
     return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, x)  # in-place ops come after
 
 
+def _returns(value: Any) -> Callable:
+    return lambda *args, **kwargs: value
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Of one image's share of an output."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 def _shape_of(x: Any) -> Any:
-    return (tuple(x.shape[1:]), x.dtype) if isinstance(x, Tensor) else x
+    return _Shape(tuple(x.shape[1:]), x.dtype, x.device) if isinstance(x, Tensor) else x
 
 
-def _placeholder(shapes: Any, batch: int) -> Callable:
-    def make(entry):
-        if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.dtype):
-            return torch.zeros((), dtype=entry[1]).expand(batch, *entry[0])
-        return entry
+def _placeholder(shapes: Any, batch: int) -> Any:
+    def zeros(shape):
+        if not isinstance(shape, _Shape):
+            return shape
+        return torch.zeros((), dtype=shape.dtype, device=shape.device).expand(batch, *shape.size)
 
-    made = make(shapes) if isinstance(shapes, tuple) and isinstance(shapes[-1], torch.dtype) else None
-    return lambda *args, **kwargs: made
-
-
+    return tree_map(zeros, shapes)

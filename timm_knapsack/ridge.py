@@ -7,38 +7,56 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def patches(layer: nn.Module, x: Tensor) -> Tensor:
-    """What each output position of the layer sees: [groups, positions, inputs]."""
+def patches(layer: nn.Module, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    """What output positions of the layer see: [groups, images × positions, inputs]; all positions by default."""
     if isinstance(layer, nn.Linear):
+        x = x.reshape(x.shape[0], -1, x.shape[-1])
+        x = x if positions is None else x[:, positions]
         return x.reshape(1, -1, x.shape[-1])
+    x = _padded(layer, x)
+    (high, wide), (step_y, step_x), (apart_y, apart_x) = layer.weight.shape[2:], layer.stride, layer.dilation
+    rows = (x.shape[2] - apart_y * (high - 1) - 1) // step_y + 1
+    columns = (x.shape[3] - apart_x * (wide - 1) - 1) // step_x + 1
+    at = torch.arange(rows * columns, device=x.device) if positions is None else positions
+    top, left = at // columns * step_y, at % columns * step_x
+    y = top[:, None] + torch.arange(high, device=x.device).repeat_interleave(wide) * apart_y  # [positions, taps]
+    z = left[:, None] + torch.arange(wide, device=x.device).repeat(high) * apart_x
+    seen = x.flatten(2)[:, :, y * x.shape[3] + z]  # [images, channels, positions, taps]
+    images, channels, count, taps = seen.shape
+    seen = seen.reshape(images, layer.groups, channels // layer.groups, count, taps)
+    return seen.permute(1, 0, 3, 2, 4).reshape(layer.groups, images * count, -1)
+
+
+def _padded(layer: nn.Module, x: Tensor) -> Tensor:
     if type(layer).__name__ == "Conv2dSame":  # timm pads these while they run
         from timm.layers import pad_same
 
-        x = pad_same(x, layer.weight.shape[-2:], layer.stride, layer.dilation)
-        padding = (0, 0)
-    else:
-        padding = layer.padding if not isinstance(layer.padding, str) else None
-    kernel = tuple(layer.weight.shape[2:])
-    if padding is None:
-        raise ValueError("padding given in words")
-    if layer.padding_mode != "zeros":
-        raise ValueError(f"padding mode {layer.padding_mode}")
-    if kernel == (1, 1) and padding == (0, 0):
-        columns = x[:, :, :: layer.stride[0], :: layer.stride[1]].flatten(2)
-    else:
-        columns = F.unfold(x, kernel, layer.dilation, padding, layer.stride)
-    batch, inputs, positions = columns.shape
-    columns = columns.reshape(batch, layer.groups, inputs // layer.groups, positions)
-    return columns.permute(1, 0, 3, 2).reshape(layer.groups, batch * positions, inputs // layer.groups)
+        return pad_same(x, layer.weight.shape[-2:], layer.stride, layer.dilation)
+    if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+        raise ValueError(f"its padding ({layer.padding}, {layer.padding_mode}) has no closed form here")
+    return F.pad(x, (layer.padding[1], layer.padding[1], layer.padding[0], layer.padding[0]))
 
 
-def outputs(layer: nn.Module, y: Tensor) -> Tensor:
-    """The layer's output in the order of `patches`: [groups, positions, outputs]."""
+def outputs(layer: nn.Module, y: Tensor, positions: Tensor | None = None) -> Tensor:
+    """The layer's output in the order of `patches`: [groups, images × positions, outputs]."""
     if isinstance(layer, nn.Linear):
+        y = y.reshape(y.shape[0], -1, y.shape[-1])
+        y = y if positions is None else y[:, positions]
         return y.reshape(1, -1, y.shape[-1])
-    batch, channels = y.shape[:2]
-    y = y.reshape(batch, layer.groups, channels // layer.groups, -1)
-    return y.permute(1, 0, 3, 2).reshape(layer.groups, -1, channels // layer.groups)
+    y = y.flatten(2)
+    y = y if positions is None else y[:, :, positions]
+    images, channels, count = y.shape
+    y = y.reshape(images, layer.groups, channels // layer.groups, count)
+    return y.permute(1, 0, 3, 2).reshape(layer.groups, images * count, -1)
+
+
+def draw_positions(layer: nn.Module, y: Tensor, most: int, seed: int) -> Tensor | None:
+    """A random choice of output positions, the same in each image; None for all of them."""
+    count = y.reshape(y.shape[0], -1, y.shape[-1]).shape[1] if isinstance(layer, nn.Linear) else y.shape[2] * y.shape[3]
+    wanted = max(1, most // y.shape[0])
+    if wanted >= count:
+        return None
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:wanted].to(y.device)
 
 
 def flat_weight(layer: nn.Module) -> Tensor:
