@@ -81,7 +81,8 @@ def test_one_unit_may_own_several_indices():
 
 
 def test_frozen_layers_say_why():
-    reasons = {name: groups_of(NETS[name].build()).frozen for name in ("SortedChannels", "LiteralSizes", "TransposedConv")}
+    nets = ("SortedChannels", "LiteralSizes", "TransposedConv")
+    reasons = {name: groups_of(NETS[name].build()).frozen for name in nets}
     assert reasons["SortedChannels"]["fc"] == "the model's output"
     assert "no rule for the op aten.sort" in reasons["SortedChannels"]["conv1"]
     assert "the model itself" in reasons["SortedChannels"]["conv1"], "the module is named too"
@@ -156,7 +157,7 @@ def test_tracing_twice_gives_the_same():
 
 def test_groups_behave_like_a_sequence_with_names():
     groups = groups_of(SkipConnections())
-    assert len(groups) == 3 and groups[0] is groups["stem"] and list(groups)[0] is groups[0]
+    assert len(groups) == 3 and groups[0] is groups["stem"] and next(iter(groups)) is groups[0]
     assert groups.sizes == [group.size for group in groups]
     assert "3 groups" in repr(groups) and "'stem'" in repr(groups[0])
     with pytest.raises(KeyError):

@@ -11,8 +11,7 @@ from oracle import TOLERANCE, check_pruned, random_keep, seeded, slim_differs_fr
 
 import timm_knapsack as tk
 from timm_knapsack.channel_groups import ChannelGroups
-from timm_knapsack.channel_rules import RULES, elementwise
-from timm_knapsack.labels import Layout
+from timm_knapsack.channel_rules import RULES, elementwise, plain
 from timm_knapsack.slim import slice_model
 
 PRUNABLE = [name for name, net in NETS.items() if net.groups]
@@ -86,8 +85,7 @@ def cat_that_swaps_its_parts(labels, op, layouts, args, kwargs, outputs):
 
 
 def norm_that_is_not_tied(labels, op, layouts, args, kwargs, outputs):
-    x = layouts(args[0])
-    return (Layout(list(x.dims)), *(Layout([(), *[()] * (y.dim() - 1)]) if y.numel() else layouts(y) for y in outputs[1:]))
+    return (layouts(args[0]), *(plain(y.shape) for y in outputs[1:]))
 
 
 RULES_BEFORE = dict(RULES)

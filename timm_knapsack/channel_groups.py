@@ -145,7 +145,10 @@ class ChannelGroups(Sequence):
             if group.name not in keep:
                 result[group.name] = torch.arange(group.size)
                 continue
-            index = torch.as_tensor(keep[group.name], device="cpu")
+            try:
+                index = torch.as_tensor(keep[group.name], device="cpu")
+            except (TypeError, ValueError, RuntimeError):
+                index = torch.empty(0, 0)  # refused below
             if index.dtype == torch.bool and index.shape == (group.size,):
                 index = index.nonzero().flatten()
             if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
@@ -398,7 +401,7 @@ def _frozen_layers(tensors, trace, labels, coupling, roles, owners) -> dict[str,
 
 
 def _own_parameter_uses(shadow, trace, columns, owners):
-    """A module's numbers may also be the sizes of its own parameters."""
+    """A module's numbers may also be the sizes of its own parameters, or a head's of its classifier."""
     number = {owner: i for i, owner in enumerate(owners)}
     for module_name, module in shadow.named_modules():
         if is_standard_layer(module):
@@ -408,6 +411,11 @@ def _own_parameter_uses(shadow, trace, columns, owners):
             for dim, size in enumerate(tensor.shape):
                 if (full, dim) in number and size > 1:
                     yield Use(module_name, size, (Axis(size, columns.labels[number[full, dim]]),))
+        for child_name, child in module.named_children():
+            full = f"{module_name}.{child_name}.weight" if module_name else f"{child_name}.weight"
+            if isinstance(child, (nn.Linear, nn.Conv2d)) and (full, 1) in number:
+                axis = Axis(child.weight.shape[1], columns.labels[number[full, 1]])
+                yield Use(module_name, axis.size, (axis,), ("in_features", "num_features"))
 
 
 def _bindings(shadow, uses, columns, coupling: Coupling) -> dict[tuple[str, str], list[tuple[int, list[int]]]]:

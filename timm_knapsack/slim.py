@@ -27,14 +27,7 @@ def slice_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tens
         >>> slim.layer1[0].conv1.out_channels
         32
     """
-    tensors = dict(named_tensors(model))
-    if {name: tuple(t.shape) for name, t in tensors.items()} != dict(groups.shapes):
-        changed = next(
-            (n for n in groups.shapes if n not in tensors or tuple(tensors[n].shape) != groups.shapes[n]), None
-        )
-        raise KeepError(
-            f"these groups belong to another model: {changed or 'a tensor'} differs; call find_channel_groups(model) again"
-        )
+    tensors = _tensors_that_fit(model, groups)
     kept = kept_indices(groups, groups.check_keep(keep))
 
     def cut(name: str, tensor: Tensor) -> Tensor:
@@ -63,6 +56,7 @@ def mask_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tenso
     Its outputs equal those of `slice_model` with the same ``keep``, unless a norm or softmax runs across the removed
     channels (``group.crosses_norm``): the oracle of the tests.
     """
+    _tensors_that_fit(model, groups)
     gone = _gone(groups, groups.check_keep(keep))
 
     def masked(name: str, tensor: Tensor) -> Tensor:
@@ -73,6 +67,19 @@ def mask_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tenso
         return new
 
     return copy_with(model, masked)
+
+
+def _tensors_that_fit(model: nn.Module, groups: ChannelGroups) -> dict[str, Tensor]:
+    tensors = dict(named_tensors(model))
+    if {name: tuple(t.shape) for name, t in tensors.items()} != dict(groups.shapes):
+        changed = next(
+            (n for n in groups.shapes if n not in tensors or tuple(tensors[n].shape) != groups.shapes[n]), None
+        )
+        raise KeepError(
+            f"these groups belong to another model: {changed or 'a tensor'} differs; "
+            "call find_channel_groups(model) again"
+        )
+    return tensors
 
 
 def kept_indices(groups: ChannelGroups, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
