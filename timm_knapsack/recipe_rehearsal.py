@@ -38,9 +38,9 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
     result = prune(model, scores=scores, budget=Budget(**asked), groups=groups, **options)
     loss = None
     if recipe.finetune:
-        # the first batch serves the ridge start of M_l too; the real run takes more
         values = {**recipe.finetune, "epochs": 1, "warmup_epochs": 0, "output_dir": None, "trackers": (), "progress": False}
         values |= {"seed": recipe.seed, "mixed_precision": None, "grad_accumulation": 1, "log_interval": 1}
+        values["ikd_init"] = "selection"  # the ridge start needs data, and most of the time
         config = finetune_config(values)
         channels, height, width = groups.input_shape[1:]
         generator = torch.Generator().manual_seed(recipe.seed)

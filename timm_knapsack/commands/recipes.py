@@ -49,7 +49,7 @@ def run(
             return
         console.print_costs(facts, f"{loaded.name}: dry run")
         console.stdout().print(
-            f"{facts['groups']} groups, {facts['units']} units; one synthetic step: loss {facts["loss"] or 0:.4g}; "
+            f"{facts['groups']} groups, {facts['units']} units; one synthetic step: loss {facts['loss'] or 0:.4g}; "
             "nothing was written",
             markup=False,
         )
@@ -70,7 +70,7 @@ def run(
 
 def quickstart(
     out: Annotated[str, typer.Option(help="Folder to write.", metavar="FOLDER")] = "quickstart",
-    epochs: Annotated[int, typer.Option(help="Epochs to train the base network for.")] = 12,
+    epochs: Annotated[int, typer.Option(help="Epochs to train the base network for.")] = 8,
     as_json: JsonOption = False,
 ) -> None:
     """The whole way on real handwritten digits, offline, in a few minutes on two CPU cores.

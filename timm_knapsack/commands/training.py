@@ -63,7 +63,7 @@ def finetune(
 
     Several GPUs or machines: accelerate launch -m timm_knapsack finetune … (recipes/accelerate has configs).
 
-    Example: timm-knapsack finetune resnet18-half --data images --epochs 1 --batch-size 8 --out tuned --device cpu
+    Example: timm-knapsack finetune resnet20-half --data images --epochs 1 --batch-size 8 --out tuned
     """
     if console.choose_device(device) == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -145,8 +145,13 @@ def _teacher(record, teacher, teacher_weights, student):
         return ModelSource(teacher, teacher_weights is None, teacher_weights, args).load()
     if not record.base:
         raise KnapsackError("the folder does not say what it was pruned from; name the teacher: --teacher MODEL")
-    base = {**record.base, **({"weights": teacher_weights} if teacher_weights else {})}
-    return ModelSource(**base).load()
+    base = ModelSource(**{**record.base, **({"weights": teacher_weights} if teacher_weights else {})})
+    if not base.pretrained and base.weights is None and not base.is_folder:
+        raise KnapsackError(
+            f"{base.name} had random weights when it was pruned, and they are gone; name a teacher with --teacher or "
+            "--teacher-weights, or do without: --kd-weight 0 --ikd-weight 0"
+        )
+    return base.load()
 
 
 def _loaders(model, data, eval_data, train_split, eval_split, options, augment, seed):
@@ -203,7 +208,7 @@ def evaluate(
 ) -> None:
     """Top-1 and top-5 accuracy of a model, pruned or not, with its MACs and parameters.
 
-    Example: timm-knapsack evaluate resnet18-half --data images
+    Example: timm-knapsack evaluate resnet20-half --data images
     """
     if data is None:
         raise KnapsackError("evaluate needs images with labels: --data FOLDER")
