@@ -40,7 +40,7 @@ def recover(
     loader: Iterable,
     *,
     kept: Mapping[str, Tensor] | None = None,
-    ridge: float = 1e-3,
+    ridge: float | None = None,
     images: int | None = None,
 ) -> nn.Module:
     """Rebuild the teacher's maps in a pruned student, in place, without gradients; returns the student.
@@ -51,7 +51,8 @@ def recover(
     Args:
         loader: images, or (images, labels); labels are not used. They are held in memory, with one map each.
         kept: ``result.kept_channels``; a model that comes from `prune` carries it.
-        ridge: penalty on the change of the weights, relative to the mean square of the inputs.
+        ridge: penalty on the change of the weights, relative to the mean square of the inputs; by default each layer's
+            own, the one whose fit on one half of the images does best on the other.
         images: use at most this many.
 
     Example:
@@ -62,7 +63,7 @@ def recover(
     return student
 
 
-def recover_layers(student, teacher, loader, *, kept=None, ridge=1e-3, images=None) -> list[LayerFit]:
+def recover_layers(student, teacher, loader, *, kept=None, ridge=None, images=None) -> list[LayerFit]:
     """As `recover`; returns how each layer fared."""
     kept = dict(kept if kept is not None else getattr(student, "kept_channels", None) or {})
     _check_pair(student, teacher, kept)
@@ -107,7 +108,7 @@ def _check_pair(student: nn.Module, teacher: nn.Module, kept: Mapping[str, Tenso
         if not isinstance(layer, (nn.Conv2d, nn.Linear)):
             continue
         if name not in theirs or type(theirs[name]) is not type(layer):
-            raise KnapsackError(f"the teacher has no layer like the student's {name!r}; is it the model that was pruned?")
+            raise KnapsackError(f"the teacher has no layer like the student's {name}; is it the model that was pruned?")
         ours, full = layer.weight.shape[0], theirs[name].weight.shape[0]
         if ours != full and name not in kept:
             raise KnapsackError(

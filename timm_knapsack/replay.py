@@ -148,6 +148,6 @@ def _placeholder(shapes: Any, batch: int) -> Any:
     def zeros(shape):
         if not isinstance(shape, _Shape):
             return shape
-        return torch.zeros((), dtype=shape.dtype, device=shape.device).expand(batch, *shape.size)
+        return torch.zeros(batch, *shape.size, dtype=shape.dtype, device=shape.device)  # in-place ops may follow
 
     return tree_map(zeros, shapes)

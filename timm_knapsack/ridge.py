@@ -1,5 +1,6 @@
 """Ridge regression of a conv or linear layer's weights, from Gram matrices that are added up batch by batch."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -66,46 +67,100 @@ def flat_weight(layer: nn.Module) -> Tensor:
     return weight.reshape(groups, weight.shape[0] // groups, -1).transpose(1, 2)
 
 
+PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+FEW_PENALTIES = (1e-3, 1e-1)  # for layers with so many inputs that a solve takes seconds
+MANY_INPUTS = 1500
+
+
 @dataclass(frozen=True)
 class Fit:
     weight: Tensor  # in the layer's own shape
     intercept: Tensor  # one number for each output channel
     error_before: float  # share of the target's variance that is missed
     error_after: float
+    ridge: float  # the penalty; infinite where no change does better on images that were not fitted
 
 
 class RidgeSums:
-    """Sums over positions of inputs × inputs and inputs × residuals, centred at the end; float64.
+    """Sums over positions of inputs × inputs and inputs × residuals; float64.
 
     The regression is of the residual (target − what the layer gives now) on the inputs, and the penalty is on the
-    change of the weights: with little data the layer stays as it is.
+    change of the weights: with little data the layer stays as it is. Two halves of the images are summed apart, so
+    that the penalty can be chosen by what a fit on one half is worth on the other.
     """
 
     def __init__(self, layer: nn.Module):
         self.layer = layer
         self.now = flat_weight(layer).double()
-        groups, inputs, outs = self.now.shape
-        self.count = 0
-        self.gram = torch.zeros(groups, inputs, inputs, dtype=torch.float64)
-        self.cross = torch.zeros(groups, inputs, outs, dtype=torch.float64)
-        self.input_sum = torch.zeros(groups, inputs, dtype=torch.float64)
-        self.residual_sum = torch.zeros(groups, outs, dtype=torch.float64)
-        self.residual_square = 0.0
-        self.target_sum = torch.zeros(groups, outs, dtype=torch.float64)
-        self.target_square = 0.0
+        self.halves = (_Sums(self.now), _Sums(self.now))
 
     def add(self, x: Tensor, residual: Tensor, target: Tensor) -> None:
-        """All [groups, positions, …]; products in float32, sums in float64."""
+        """All [groups, positions, …], image by image."""
+        middle = (x.shape[1] + 1) // 2
+        for half, part in zip(self.halves, (slice(None, middle), slice(middle, None)), strict=True):
+            half.add(x[:, part], residual[:, part], target[:, part])
+
+    def fit(self, ridge: float | None, intercept: bool) -> Fit:
+        """The weights for a given penalty, or for the one that does best across the halves."""
+        whole = self.halves[0] + self.halves[1]
+        if ridge is None:
+            ridge = self._best_penalty(intercept)
+        change, shift = whole.solve(ridge, intercept)
+        total = max(whole.target_square - (whole.target_sum.square() / max(whole.count, 1)).sum().item(), 1e-30)
+        weight = (self.now + change).transpose(1, 2).reshape(self.layer.weight.shape)
+        return Fit(
+            weight.to(self.layer.weight.dtype),
+            shift.reshape(-1),
+            whole.residual_square / total,
+            max(whole.error(change, shift), 0.0) / total,
+            ridge,
+        )
+
+    def _best_penalty(self, intercept: bool) -> float:
+        a, b = self.halves
+        best, least = math.inf, a.residual_square + b.residual_square
+        if not a.count or not b.count:
+            return best
+        for ridge in FEW_PENALTIES if self.now.shape[1] > MANY_INPUTS else PENALTIES:
+            error = b.error(*a.solve(ridge, intercept)) + a.error(*b.solve(ridge, intercept))
+            if error < least:
+                best, least = ridge, error
+        return best
+
+
+class _Sums:
+    def __init__(self, now: Tensor):
+        groups, inputs, outs = now.shape
+        self.count = 0
+        self.gram = now.new_zeros(groups, inputs, inputs)
+        self.cross = now.new_zeros(groups, inputs, outs)
+        self.input_sum = now.new_zeros(groups, inputs)
+        self.residual_sum = now.new_zeros(groups, outs)
+        self.target_sum = now.new_zeros(groups, outs)
+        self.residual_square = 0.0
+        self.target_square = 0.0
+
+    def __add__(self, other: "_Sums") -> "_Sums":
+        result = _Sums(self.cross)
+        for name in vars(result):
+            setattr(result, name, getattr(self, name) + getattr(other, name))
+        return result
+
+    def add(self, x: Tensor, residual: Tensor, target: Tensor) -> None:
+        """Products in float32, sums in float64."""
         self.count += x.shape[1]
         self.gram += (x.transpose(1, 2) @ x).double()
         self.cross += (x.transpose(1, 2) @ residual).double()
         self.input_sum += x.sum(1).double()
         self.residual_sum += residual.sum(1).double()
-        self.residual_square += residual.double().square().sum().item()
         self.target_sum += target.sum(1).double()
+        self.residual_square += residual.double().square().sum().item()
         self.target_square += target.double().square().sum().item()
 
-    def fit(self, ridge: float, intercept: bool) -> Fit:
+    def solve(self, ridge: float, intercept: bool) -> tuple[Tensor, Tensor]:
+        """The change of the weights and the intercept."""
+        if math.isinf(ridge):
+            return torch.zeros_like(self.cross), torch.zeros_like(self.residual_sum)
         n = max(self.count, 1)
         gram, cross = self.gram, self.cross
         mean_x, mean_r = self.input_sum / n, self.residual_sum / n
@@ -114,16 +169,13 @@ class RidgeSums:
             cross = cross - n * mean_x.unsqueeze(2) * mean_r.unsqueeze(1)
         diagonal = gram.diagonal(dim1=1, dim2=2)
         penalty = ridge * diagonal.mean(1, keepdim=True).clamp_min(1e-12)
-        system = gram + torch.diag_embed(penalty.expand_as(diagonal))
-        change = torch.linalg.solve(system, cross)
+        change = torch.linalg.solve(gram + torch.diag_embed(penalty.expand_as(diagonal)), cross)
         shift = mean_r - (mean_x.unsqueeze(1) @ change).squeeze(1) if intercept else torch.zeros_like(mean_r)
-        left = self.residual_square - 2 * (change * self.cross).sum().item()
-        left += (change * (self.gram @ change)).sum().item()
-        if intercept:
-            left += (n * shift.square()).sum().item() - 2 * (shift * self.residual_sum).sum().item()
-            left += 2 * (shift.unsqueeze(1) * (self.input_sum.unsqueeze(1) @ change)).sum().item()
-        total = max(self.target_square - (self.target_sum.square() / n).sum().item(), 1e-30)
-        weight = (self.now + change).transpose(1, 2).reshape(self.layer.weight.shape)
-        return Fit(
-            weight.to(self.layer.weight.dtype), shift.reshape(-1), self.residual_square / total, max(left, 0.0) / total
-        )
+        return change, shift
+
+    def error(self, change: Tensor, shift: Tensor) -> float:
+        """Sum of squares that a change leaves of the residual."""
+        left = self.residual_square - 2 * (change * self.cross).sum() + (change * (self.gram @ change)).sum()
+        left += self.count * shift.square().sum() - 2 * (shift * self.residual_sum).sum()
+        left += 2 * (shift * (self.input_sum.unsqueeze(1) @ change).squeeze(1)).sum()
+        return float(left)
