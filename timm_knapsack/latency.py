@@ -22,7 +22,7 @@ from torch import nn
 from .channel_groups import ChannelGroups, find_channel_groups
 from .errors import LatencyError
 from .latency_cost import LatencyCost
-from .latency_measurement import Measurement
+from .latency_measurement import DISTURBED, Measurement
 from .latency_plan import find_timed_layers, group_steps
 from .layer_timing import (  # noqa: F401  (the public names of this module)
     Comparison,
@@ -261,6 +261,21 @@ class LatencyTable:
             if visit["plan"] == "grid":
                 found.setdefault(visit["copy"], []).append((_trust(speed), np.array(visit["layers"]) / speed))
         return {copy: _weighted_median(*zip(*visits, strict=True)) for copy, visits in sorted(found.items())}
+
+    def __str__(self):
+        """What the table is of, how far the visits can be trusted, and where the fit overruled the measurement."""
+        c = self.conditions
+        speeds = self.speeds()
+        lines = [
+            f"{self.model} on {c.device_name}: {c.threads} threads, batch {c.batch_size}, {c.dtype}, {c.memory_format}"
+            f"{', compiled' if c.compiled else ''}; {len(self.visits)} visits in {self.seconds:.0f} s, {self.date}",
+            f"stairs: {self.stairs}",
+        ]
+        if len(speeds):
+            lines.append(f"visits while something else ran: {np.mean(speeds > DISTURBED):.0%}")
+        worst = sorted(self.surfaces.items(), key=lambda item: -item[1].residual)[:5]
+        lines += [f"{name}: fit off by {s.residual:.1%}, {s.pooled} falls pooled" for name, s in worst]
+        return "\n".join(lines)
 
     # ---- refusing
 

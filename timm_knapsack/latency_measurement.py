@@ -79,7 +79,8 @@ class Measurement:
                 runs.append([times.get(name, 0.0) for name in ("", *self.table.layers)])
         references.append(sum(self.reference.time_pass(self.images).values()))
         timer.remove()
-        visit = {"reference": _short(np.mean(references)), "layers": [_short(s) for s in np.quantile(runs, 0.25, axis=0)]}
+        layers = [_short(seconds) for seconds in np.quantile(runs, 0.25, axis=0)]
+        visit = {"reference": _short(np.mean(references)), "layers": layers}
         if whole:
             if self.table.conditions.compiled:
                 torch._dynamo.reset()
