@@ -4,13 +4,18 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test lint sweep clean
+.PHONY: quickstart test test-browser lint sweep clean
 
 quickstart: $(READY)
 	$(BIN)/timm-knapsack quickstart
 
 test: $(READY) lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not browser"
+
+# The report in headless Chromium: Debian's is installed where this user may.
+test-browser: $(READY)
+	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium) || true
+	$(BIN)/python -m pytest -m browser tests/test_report.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

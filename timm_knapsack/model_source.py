@@ -65,7 +65,7 @@ class ModelSource:
             cfg = timm.get_pretrained_cfg(self.name)
             if cfg is None or not cfg.has_weights:
                 raise KnapsackError(
-                    f"timm has no weights for {self.name!r}; give yours with --weights FILE.safetensors, or take random "
+                    f"timm has no weights for {self.name!r}; give yours with --weights FILE.safetensors, or random "
                     "ones with --no-pretrained"
                 )
         if wanted and not self.name.startswith("local-dir:"):
@@ -178,10 +178,12 @@ def _why(error: OSError) -> str:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     if isinstance(error, RepositoryNotFoundError):
-        return "there is no such repository on the Hub, or it is private; check the name, or log in with `hf auth login`"
+        return (
+            "there is no such repository on the Hub, or it is private; check the name, or log in with `hf auth login`"
+        )
     if constants.HF_HUB_OFFLINE or type(error).__module__.startswith(("huggingface_hub", "httpx", "requests")):
         return (
-            "the Hub can't be reached and they are not in its cache; give a file with --weights FILE.safetensors, or take "
-            "random weights with --no-pretrained"
+            "the Hub can't be reached and they are not in its cache; give a file with --weights FILE.safetensors, or "
+            "take random weights with --no-pretrained"
         )
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

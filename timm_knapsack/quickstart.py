@@ -15,6 +15,7 @@ from .errors import KnapsackError
 MODEL = "cifar_resnet20"  # 32 × 32 images in, 41 MMACs; registered in timm by `import timm_knapsack`
 BUDGET = 0.4
 TEST_IMAGES = 450  # of 1797, held out
+RECOVERY_IMAGES = 384
 
 
 def load_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
@@ -86,7 +87,9 @@ def quickstart(
 
     say(f"1  train {model_name} for {base_epochs} epochs on {len(train[0])} handwritten digits")
     plain = tk.DistillationConfig(kd_weight=0, ikd_weight=0, label_smoothing=0.1)
-    config = tk.FinetuneConfig(epochs=base_epochs, lr=0.1, weight_decay=5e-4, warmup_epochs=1, distillation=plain, eval_every=99)
+    config = tk.FinetuneConfig(
+        epochs=base_epochs, lr=0.1, weight_decay=5e-4, warmup_epochs=1, distillation=plain, eval_every=99
+    )
     tk.finetune(base, None, train_loader, None, config)
     top1 = {"original": tk.evaluate(base, test_loader)["top1"]}
     say(f"   top-1 on {len(test[0])} held-out images: {top1['original']:.2f} %")
@@ -96,13 +99,13 @@ def quickstart(
     scores = tk.taylor_scores(base, groups, some, data="digits", progress=False)
 
     say(f"3  prune to {BUDGET:.0%} of the MACs")
-    result = tk.prune(base, scores=scores, budget=tk.Budget(macs=BUDGET), groups=groups, base_args={})
+    result = tk.prune(base, scores=scores, budget=tk.Budget(macs=BUDGET), groups=groups, base_args=model_args)
     top1["pruned"] = tk.evaluate(result.model, test_loader)["top1"]
     macs, params = result.report.line("macs"), result.report.line("params")
     say(f"   asked {macs.asked:.0f} MACs, counted {macs.counted:.0f}; top-1 {top1['pruned']:.2f} %")
 
     say("4  recover in closed form, without gradients")
-    tk.recover(result.model, base, some, kept=result.kept_channels)
+    tk.recover(result.model, base, some, kept=result.kept_channels, images=RECOVERY_IMAGES)
     top1["recovered"] = tk.evaluate(result.model, test_loader)["top1"]
     say(f"   top-1 {top1['recovered']:.2f} %")
 
@@ -123,7 +126,13 @@ def quickstart(
     for what, value in top1.items():
         record.add_evaluation(what, {"top1": value, "samples": len(test[0])}, "scikit-learn digits, held out")
     record.add_finetuning(config, tuned)
-    record.latency = {"original": before, "pruned": after, "batch_size": 16, "threads": torch.get_num_threads(), "device": "cpu"}
+    record.latency = {
+        "original": before,
+        "pruned": after,
+        "batch_size": 16,
+        "threads": torch.get_num_threads(),
+        "device": "cpu",
+    }
     if sweep:
         record.sweep = _sweep(base, scores, groups, some, test, test_loader, top1, macs)
     evaluation = {
@@ -134,7 +143,9 @@ def quickstart(
     loaded = timm.create_model(f"local-dir:{saved}", pretrained=True).eval()
     again = tk.evaluate(loaded, test_loader)["top1"]
     if again != final["top1"]:
-        raise KnapsackError(f"loaded back, the model has {again:.2f} % top-1, saved {final['top1']:.2f} %; please report this")
+        raise KnapsackError(
+            f"loaded back, the model has {again:.2f} % top-1, saved {final['top1']:.2f} %; please report this"
+        )
     report = write_report(saved)[0]
     say(f"   done in {time.monotonic() - start:.0f} s")
     return {
@@ -142,9 +153,19 @@ def quickstart(
         "macs": {"original": macs.original, "asked": macs.asked, "counted": macs.counted},
         "seconds": time.monotonic() - start,
         "table": [
-            ["top-1", f"{top1['original']:.2f} %", f"{final['top1']:.2f} %", f"{final['top1'] - top1['original']:+.2f}"],
+            [
+                "top-1",
+                f"{top1['original']:.2f} %",
+                f"{final['top1']:.2f} %",
+                f"{final['top1'] - top1['original']:+.2f}",
+            ],
             ["MACs", f"{macs.original:,.0f}", f"{macs.counted:,.0f}", f"{macs.counted / macs.original - 1:+.1%}"],
-            ["parameters", f"{params.original:,}", f"{params.counted:,}", f"{params.counted / params.original - 1:+.1%}"],
+            [
+                "parameters",
+                f"{params.original:,}",
+                f"{params.counted:,}",
+                f"{params.counted / params.original - 1:+.1%}",
+            ],
             ["latency, batch 16", f"{before * 1e3:.1f} ms", f"{after * 1e3:.1f} ms", f"{after / before - 1:+.1%}"],
         ],
         "model": str(saved),
@@ -161,10 +182,12 @@ def _sweep(base, scores, groups, some, test, test_loader, top1, macs) -> list[di
 
     rows = [{"what": "original", "kind": "original", "macs": macs.original, "top1": top1["original"]}]
     rows.append({"what": "fine-tuned", "kind": "fine-tuned", "macs": macs.counted, "top1": top1["fine-tuned"]})
-    rows.append({"what": f"{BUDGET:.0%}", "kind": "pruned and recovered", "macs": macs.counted, "top1": top1["recovered"]})
+    rows.append(
+        {"what": f"{BUDGET:.0%}", "kind": "pruned and recovered", "macs": macs.counted, "top1": top1["recovered"]}
+    )
     budgets = [tk.Budget(macs=share) for share in (0.6, 0.25, 0.15)]
     for result in tk.sweep(base, scores, budgets, groups=groups):
-        tk.recover(result.model, base, some, kept=result.kept_channels)
+        tk.recover(result.model, base, some, kept=result.kept_channels, images=RECOVERY_IMAGES)
         share = result.report.options["budget"]["macs"]
         row = {"what": f"{share:.0%}", "kind": "pruned and recovered", "macs": result.report.line("macs").counted}
         rows.append({**row, "top1": tk.evaluate(result.model, test_loader)["top1"]})

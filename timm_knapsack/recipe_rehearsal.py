@@ -38,7 +38,14 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
     result = prune(model, scores=scores, budget=Budget(**asked), groups=groups, **options)
     loss = None
     if recipe.finetune:
-        values = {**recipe.finetune, "epochs": 1, "warmup_epochs": 0, "output_dir": None, "trackers": (), "progress": False}
+        values = {
+            **recipe.finetune,
+            "epochs": 1,
+            "warmup_epochs": 0,
+            "output_dir": None,
+            "trackers": (),
+            "progress": False,
+        }
         values |= {"seed": recipe.seed, "mixed_precision": None, "grad_accumulation": 1, "log_interval": 1}
         values["ikd_init"] = "selection"  # the ridge start needs data, and most of the time
         config = finetune_config(values)

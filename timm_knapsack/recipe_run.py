@@ -96,7 +96,9 @@ class _Run:
         source = data.eval_source or data.source if part == "eval" else data.source
         names = ("image_column", "label_column", "subset", "root", "input_size", "num_workers")
         common = {name: getattr(data, name) for name in names}
-        split = data.eval_split if part == "eval" else data.train_split or "train" if data.eval_split else data.train_split
+        split = (
+            data.eval_split if part == "eval" else data.train_split or "train" if data.eval_split else data.train_split
+        )
         return create_loader(source, model, split=split, seed=self.recipe.seed, **common, **options)
 
     def load(self, stage: str):
@@ -254,7 +256,9 @@ class _Run:
         if self.accelerator.is_main_process and not same:
             write_json(mark, {"key": key})
         if not same:
-            config = finetune_config({**part, "seed": self.recipe.seed, "overwrite": True}, output_dir=config.output_dir)
+            config = finetune_config(
+                {**part, "seed": self.recipe.seed, "overwrite": True}, output_dir=config.output_dir
+            )
         distils = config.distillation.kd_weight or config.distillation.ikd_weight
         result = finetune(
             student, self.base if distils else None, train, test, config, accelerator=self.accelerator,
@@ -269,7 +273,9 @@ class _Run:
             save_run(model, folder / "model", record=record)
 
     def last(self, upto: str = "finetune") -> str:
-        return next(s for s in ("finetune", "recover", "prune") if self.wanted(s) and STAGES.index(s) <= STAGES.index(upto))
+        return next(
+            s for s in ("finetune", "recover", "prune") if self.wanted(s) and STAGES.index(s) <= STAGES.index(upto)
+        )
 
     def do_evaluate(self, folder: Path, key: str) -> None:
         from .evaluation import evaluate
@@ -319,5 +325,7 @@ def file_state(*names: str | None) -> list[Any]:
         if name and path.exists():
             files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
             total = [(os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
-            state.append([str(path.resolve()), len(files), sum(s for s, _ in total), max((t for _, t in total), default=0)])
+            state.append(
+                [str(path.resolve()), len(files), sum(s for s, _ in total), max((t for _, t in total), default=0)]
+            )
     return state

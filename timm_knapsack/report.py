@@ -96,7 +96,9 @@ def _page(record: RunRecord, stages: list[dict[str, Any]], name: str, out: Path)
     sections = [
         _section("Asked, counted, measured", _cost_table(record), _cost_note(pruning)),
         _section("Accuracy", _accuracy_table(record.evaluations)) if record.evaluations else "",
-        _section("Training and trade-off", f'<div class="charts">{charts}</div>', _sweep_note(record)) if charts else "",
+        _section("Training and trade-off", f'<div class="charts">{charts}</div>', _sweep_note(record))
+        if charts
+        else "",
         _section("MACs of each stage", _legend() + _bars(_stage_rows(stages))) if stages else "",
         _section("Output channels of each layer", _legend() + _bars(_layer_rows(pruning["layers"]))),
         _section("How it was made", _details(record)),
@@ -157,7 +159,7 @@ def _cost_note(pruning: Mapping[str, Any]) -> str:
         return ""
     share, gap = pruning["value"] / pruning["total_value"], pruning["upper_bound"] - pruning["value"]
     return (
-        f"<p>Importance kept: {share:.2%}. The last knapsack's value is {pruning['value']:.6g}; no choice of channels at "
+        f"<p>Importance kept: {share:.2%}. The last knapsack's value is {pruning['value']:.6g}; no choice at "
         f"the final widths' costs could exceed {pruning['upper_bound']:.6g} (a gap of {max(gap, 0):.2g}).</p>"
     )
 
@@ -168,7 +170,9 @@ def _accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         change = f"{row['top1'] - first['top1']:+.2f}" if first and row is not first else "–"
         top5 = f"{row['top5']:.2f} %" if row.get("top5") is not None else "–"
-        cells.append([row["what"], f"{row['top1']:.2f} %", change, top5, f"{row.get('samples', '')}", row.get("data") or ""])
+        cells.append(
+            [row["what"], f"{row['top1']:.2f} %", change, top5, f"{row.get('samples', '')}", row.get("data") or ""]
+        )
     return _table(("network", "top-1", "change", "top-5", "images", "data"), cells)
 
 
@@ -211,7 +215,7 @@ def _sweep_note(record: RunRecord) -> str:
     if not record.sweep:
         return ""
     return (
-        "<p>Accuracy against MACs: every point was measured on the same images. The original network on smaller images is "
+        "<p>Accuracy against MACs: every point was measured on the same images. The original on smaller images is "
         "the baseline that costs nothing to make.</p>"
     )
 
@@ -229,8 +233,8 @@ def _details(record: RunRecord) -> str:
     if config:
         inner = config.get("distillation", {})
         facts["fine-tuning"] = (
-            f"{config['epochs']} epochs, {config['optimizer']}, lr {config['lr']}, {config['scheduler']}; weights of the losses: "
-            f"KD {inner.get('kd_weight')}, inner KD {inner.get('ikd_weight')} at {inner.get('ikd_at')}"
+            f"{config['epochs']} epochs, {config['optimizer']}, lr {config['lr']}, {config['scheduler']}; weights of "
+            f"the losses: KD {inner.get('kd_weight')}, inner KD {inner.get('ikd_weight')} at {inner.get('ikd_at')}"
         )
     rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items() if value)
     return f"<dl>{rows}</dl>"
@@ -258,7 +262,12 @@ def _charts(record: RunRecord, out: Path) -> tuple[str, list[Path]]:
     history = record.finetune.get("history") or []
     if len(history) > 1:
         steps = [row["update"] for row in history]
-        names = {"total": ("total", KEPT), "ce": ("cross-entropy", GONE), "kd": ("KD", EXTRA), "ikd": ("inner KD", FAINT)}
+        names = {
+            "total": ("total", KEPT),
+            "ce": ("cross-entropy", GONE),
+            "kd": ("KD", EXTRA),
+            "ikd": ("inner KD", FAINT),
+        }
         series = [
             {"x": steps, "y": [row[key] for row in history], "label": label, "color": color}
             for key, (label, color) in names.items()
@@ -268,7 +277,14 @@ def _charts(record: RunRecord, out: Path) -> tuple[str, list[Path]]:
         add("training.png", caption, series, x_label="update", y_label="loss", log_y=True)
     tested = record.finetune.get("evaluations") or []
     if tested:
-        series = [{"x": [r["epoch"] for r in tested], "y": [r["top1"] for r in tested], "label": "fine-tuned", "style": "both"}]
+        series = [
+            {
+                "x": [r["epoch"] for r in tested],
+                "y": [r["top1"] for r in tested],
+                "label": "fine-tuned",
+                "style": "both",
+            }
+        ]
         first, _ = _ends(record.evaluations)
         if first:
             ends = [tested[0]["epoch"], max(tested[-1]["epoch"], tested[0]["epoch"] + 1)]

@@ -1,4 +1,4 @@
-"""Pictures of a pruning run with matplotlib (extra ``report``): PNG and SVG for model cards, SVG text for report.html."""
+"""Pictures of a pruning run, with matplotlib (extra ``report``): files for model cards, inline SVG for report.html."""
 
 import io
 import os
@@ -9,7 +9,12 @@ from typing import Any
 from .errors import KnapsackError
 from .report_numbers import human
 
-KEPT, GONE, EXTRA, FAINT = "#2a78b8", "#e0904a", "#3f9e63", "#8a8f98"  # told apart by light and dark, and by the colour-blind
+KEPT, GONE, EXTRA, FAINT = (
+    "#2a78b8",
+    "#e0904a",
+    "#3f9e63",
+    "#8a8f98",
+)  # told apart by light and dark, and by the colour-blind
 INK = "#010203"  # stands for the page's own text colour, which follows light and dark
 
 
@@ -80,7 +85,8 @@ def chart(
             style = one.get("style", "line")
             axes.plot(
                 one["x"], one["y"], label=one["label"], color=color, linewidth=1.6,
-                linestyle="none" if style == "points" else "-", marker=one.get("marker", "o") if style != "line" else None,
+                linestyle="none" if style == "points" else "-",
+                marker=one.get("marker", "o") if style != "line" else None,
                 markersize=5,
             )  # fmt: skip
             for x, y, name in zip(one["x"], one["y"], one.get("names", ()), strict=False):

@@ -115,7 +115,7 @@ def _scores(network, groups, data, criterion, per_sample, labels, options):
     if criterion not in ("magnitude", "random"):
         if data is None:
             raise KnapsackError(
-                f"criterion {criterion!r} needs images: --data FOLDER; without any, --criterion magnitude does what it can"
+                f"criterion {criterion!r} needs images: --data FOLDER; without any there is --criterion magnitude"
             )
         loader = console.calibration_loader(data, network, labels, options)
     return taylor_scores(network, groups, loader, criterion, per_sample=per_sample, data=data or "")
