@@ -184,8 +184,8 @@ def table(rows: list[dict], command: str) -> str:
     lines = [
         "# What can be pruned",
         "",
-        f"One model of each timm model file: {covered} of {len(rows)} prune to at most {FLOOR:.0%} of their MACs and pass",
-        f"every check; {crashed} crash or come out wrong. Made by `{command}` on {date.today()}; the checks are",
+        f"One model of each timm model file: {covered} of {len(rows)} prune to at most {FLOOR:.0%} of their MACs and",
+        f"pass every check; {crashed} crash or come out wrong. Made by `{command}` on {date.today()}; the checks are",
         "described at the top of that file. *removable*: share of the MACs that goes when every group keeps a single",
         "unit. *oracle*: largest relative difference between the slim model and the masked one, in float64.",
         "",

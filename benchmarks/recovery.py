@@ -1,6 +1,6 @@
 """Top-1 of pruned real networks: raw, after BN re-estimation, after closed-form recovery; no gradient step anywhere.
 
-usage: python benchmarks/recovery.py [--nets resnet56 lite0 resnet50] [--macs 0.5 0.7] [--images 1024] [--test N] [--threads 2]
+usage: python benchmarks/recovery.py [--nets resnet56 lite0 resnet50] [--macs 0.7 0.5] [--images 1024] [--test N]
 
 resnet56: CIFAR-10 (../shared/tools/get_cifar10.py), weights in ../shared/data/weights; scored on training images.
 lite0, resnet50: ImageNet weights in ../shared/data/weights; 1000 calibration and 1000 validation images beside them.
@@ -88,9 +88,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"$ python benchmarks/recovery.py {' '.join(sys.argv[1:])}")
-    print(
-        f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}, load {os.getloadavg()[0]:.1f} on 2 cores"
-    )
+    load = os.getloadavg()[0]
+    print(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}, load {load:.1f} on 2 cores")
     print("net        asked  counted  test images  teacher    raw  BN only  recovered  lost  recovery s", flush=True)
     for name in options.nets:
         teacher, source, split, test_source, test_split, _ = globals()[name]()
@@ -112,8 +111,8 @@ def main() -> None:
             seconds = time.perf_counter() - start
             recovered = evaluate(student, test)["top1"]
             print(
-                f"{name:<10}{macs:>6}{line.counted / line.original:>9.4f}{base['samples']:>13}{base['top1']:>9.2f}{raw:>7.2f}"
-                f"{normed:>9.2f}{recovered:>11.2f}{base['top1'] - recovered:>6.2f}{seconds:>12.0f}",
+                f"{name:<10}{macs:>6}{line.counted / line.original:>9.4f}{base['samples']:>13}{base['top1']:>9.2f}"
+                f"{raw:>7.2f}{normed:>9.2f}{recovered:>11.2f}{base['top1'] - recovered:>6.2f}{seconds:>12.0f}",
                 flush=True,
             )
             skipped = [f"{fit.name}: {fit.skipped}" for fit in fits if fit.skipped]

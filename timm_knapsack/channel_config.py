@@ -44,7 +44,8 @@ class ChannelConfig:
         base: name of the base model in timm.
         widths: new size of each changed dim, ``{"layer1.0.conv1.weight": {0: 45}}``.
         attributes: new value of each changed number in a module, ``{"blocks.0.attn": {"num_heads": 2}}``; the empty
-            module name is the model itself, a dotted attribute reaches into lists and dicts (``feature_info.0.num_chs``).
+            module name is the model itself, a dotted attribute reaches into lists and dicts
+            (``feature_info.0.num_chs``).
         base_args: arguments of ``timm.create_model`` that the base needs, such as ``{"img_size": 256}``.
         name: name to register the pruned architecture under.
 

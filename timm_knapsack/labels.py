@@ -14,6 +14,7 @@ became of each (``channel_groups`` does it).
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -240,7 +241,7 @@ class Labels:
         result = [self._joined(_merge_plain([cut[i][j] for i, j in parts])) for parts in plan]
         for dim, size in zip(result, shape, strict=True):
             self.use(size, dim)
-        for first, second in zip(result, result[1:], strict=False):  # heads × (channels // heads)
+        for first, second in pairwise(result):  # heads × (channels // heads)
             if size_of(first) * size_of(second) in self.bound and first and second:
                 self.use(size_of(first) * size_of(second), (*first, *second))
         return result

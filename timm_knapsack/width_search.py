@@ -1,9 +1,9 @@
 """How many units of each group to keep: the knapsack, re-costed at the widths it leads to.
 
 Units of one group cost the same, so the best n of them are the n most valuable: a choice is a vector of counts. The
-true cost is a product of widths, not a sum over units. So: linearise it at the current widths, solve the knapsack exactly,
-move the widths towards the solution, and again, until the true cost of the solution fits the budget. What room is then
-left is filled with the best units that still fit.
+true cost is a product of widths, not a sum over units. So: linearise it at the current widths, solve the knapsack
+exactly, move the widths towards the solution, and again, until the true cost of the solution fits the budget. What room
+is then left is filled with the best units that still fit.
 """
 
 from collections.abc import Mapping, Sequence
