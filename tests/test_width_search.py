@@ -1,8 +1,8 @@
 """The search over widths against brute force: always within the limits, and how near it comes to the true optimum.
 
 With one unit at a time and true costs that are products, the search is a heuristic with no proof. What is tested is
-that its value is within ``GAP`` of the optimum for tiny networks of at most 4 groups × 6 units, where one unit is a large
-part of everything, and much nearer on average; for real networks `benchmarks/objective.py` gives the bound.
+that its value is within ``GAP`` of the optimum for tiny networks of at most 4 groups × 6 units, where one unit is a
+large part of everything, and much nearer on average; for real networks `benchmarks/objective.py` gives the bound.
 """
 
 import itertools
