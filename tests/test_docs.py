@@ -1,0 +1,46 @@
+"""The README's Python runs, in order, in an empty folder; links lead somewhere; the API page is current."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return [code for found, code in BLOCK.findall(path.read_text()) if found == language]
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=600)
+
+
+def test_the_python_blocks_of_the_readme_run_in_order(tmp_path):
+    code = "\n".join(["import torch; torch.set_num_threads(1)", *blocks(ROOT / "README.md", "python")])
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "importance kept" in done.stdout
+    assert (tmp_path / "resnet18-half" / "model.safetensors").exists()
+
+
+def test_the_python_block_about_op_rules_runs(tmp_path):
+    done = run("\n".join(blocks(ROOT / "docs" / "op_rules.md", "python")), tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_broken_block_would_be_noticed(tmp_path):
+    assert run("import timm_knapsack as tk\ntk.prun", tmp_path).returncode != 0
+
+
+def test_links_lead_to_files():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in LINK.findall(page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_api_page_is_current():
+    done = subprocess.run([sys.executable, ROOT / "docs" / "make_api.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
