@@ -9,6 +9,8 @@ OMP_WAIT_POLICY=PASSIVE matters on a busy machine: threads that spin at barriers
 """
 
 import argparse
+import shlex
+import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,6 +29,7 @@ def main():
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.7, 0.5])
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--timer", default="wall", help="thread: CPU time, with --threads 1, on a busy machine")
     parser.add_argument("--table-seconds", type=float, default=150)
     parser.add_argument("--check-seconds", type=float, default=30)
     parser.add_argument("--tables", type=Path, default=Path.home() / ".cache/timm-knapsack/latency")
@@ -42,7 +45,7 @@ def main():
             file.write(line + "\n")
 
     if not done:
-        write(f"# python benchmarks/latency_budgets.py --threads {args.threads} --table-seconds {args.table_seconds:g}")
+        write(f"# python benchmarks/latency_budgets.py {shlex.join(sys.argv[1:])}")
         cpu = device_name(torch.device("cpu"))
         write(f"# {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {cpu}, torch {torch.__version__}")
         write("# predicted, measured: fraction of the original's time; ±: 95 % interval of the median ratio")
@@ -61,8 +64,9 @@ def measure(name: str, batch_size: int, args, write) -> None:
     torch.manual_seed(0)
     model = timm.create_model(name).eval()
     groups = tk.find_channel_groups(model)
-    path = args.tables / f"{name}-b{batch_size}-t{args.threads}.json"
-    options = {"batch_size": batch_size, "path": path, "max_seconds": args.table_seconds, "progress": True}
+    path = args.tables / f"{name}-b{batch_size}-t{args.threads}-{args.timer}.json"
+    options = {"batch_size": batch_size, "timer": args.timer, "path": path, "progress": True}
+    options["max_seconds"] = args.table_seconds
     table = LatencyTable.measure(model, groups, **options)
     start = time.monotonic()
     table = LatencyTable.measure(model, groups, **options)  # from the file
@@ -73,7 +77,8 @@ def measure(name: str, batch_size: int, args, write) -> None:
     budgets = [tk.Budget(latency=fraction, table=table) for fraction in args.budgets]
     results = tk.sweep(model, scores, budgets, groups=groups)
     networks = [model, *(result.model for result in results)]
-    check = compare_latency(networks, batch_size=batch_size, precision=0.01, max_seconds=1.5 * args.check_seconds)
+    limits = {"precision": 0.01, "max_seconds": 1.5 * args.check_seconds}
+    check = compare_latency(networks, batch_size=batch_size, timer=args.timer, **limits)
     for asked, result, ratio, error in zip(args.budgets, results, check.ratios[1:], check.uncertainty[1:], strict=True):
         line, macs = result.report.line("latency"), result.report.line("macs")
         write(f"{name:<24}{batch_size:>5}{asked:>7.2f}{line.counted / line.original:>10.3f}{ratio:>9.3f}{error:>7.1%}"

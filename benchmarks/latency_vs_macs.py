@@ -15,6 +15,8 @@ points (importance over the logarithm of time). Lines are written as they come.
 """
 
 import argparse
+import shlex
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -106,6 +108,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--timer", default="wall", help="thread: CPU time, with --threads 1, on a busy machine")
     parser.add_argument("--table-seconds", type=float, default=150)
     parser.add_argument("--seconds", type=float, default=120, help="at most this long to measure all networks in turns")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/timm-knapsack/latency")
@@ -121,7 +124,7 @@ def main():
             file.write(line + "\n")
 
     cpu = device_name(torch.device("cpu"))
-    write(f"# python benchmarks/latency_vs_macs.py --threads {args.threads} --table-seconds {args.table_seconds:g}")
+    write(f"# python benchmarks/latency_vs_macs.py {shlex.join(sys.argv[1:])}")
     write(f"# {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {cpu}, torch {torch.__version__}")
     for name in args.networks:
         compare(name, args, write)
@@ -136,8 +139,8 @@ def compare(name, args, write):
         torch.save(dict(tk.taylor_scores(model, groups, loader)), saved)
     scores = torch.load(saved)
     total = float(sum(values.sum() for values in scores.values()))
-    options = {"batch_size": batch_size, "max_seconds": args.table_seconds, "progress": True}
-    path = args.cache / f"{name}-b{batch_size}-t{args.threads}.json"
+    options = {"batch_size": batch_size, "timer": args.timer, "max_seconds": args.table_seconds, "progress": True}
+    path = args.cache / f"{name}-b{batch_size}-t{args.threads}-{args.timer}.json"
     table = LatencyTable.measure(model, groups, path=path, **options)
     table.elsewhere = True  # predictions only: all networks are measured together below
     cost = table.cost(model, groups)
@@ -155,7 +158,8 @@ def compare(name, args, write):
             macs = groups.macs([len(keep[group.name]) for group in groups]) / groups.macs()
             importance = float(sum(scores[group][units].sum() for group, units in keep.items())) / total
             runs.append((way, fraction, importance, macs, tk.slice_model(model, groups, keep)))
-    check = compare_latency([model, *(run[-1] for run in runs)], batch_size=batch_size, max_seconds=args.seconds)
+    networks = [model, *(run[-1] for run in runs)]
+    check = compare_latency(networks, batch_size=batch_size, timer=args.timer, max_seconds=args.seconds)
     write(f"\n{name}, batch {batch_size}, {len(check.latencies[0].samples)} rounds, original "
           f"{check.latencies[0].median * 1e3:.1f} ms, stairs {table.stairs}")  # fmt: skip
     write(f"{'way':<14}{'asked':>6}{'MACs':>8}{'time':>8}{'±':>7}{'importance':>12}{'lost':>8}")

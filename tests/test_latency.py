@@ -592,6 +592,11 @@ def test_the_clock_of_a_cpu_is_a_wall_clock_and_nothing_else_is_known(model):
     conditions = Conditions.of(model)
     assert isinstance(conditions.clock(), layer_timing.WallClock)
     assert isinstance(replace(conditions, device="cuda").clock(), layer_timing.CudaClock)
+    assert isinstance(replace(conditions, timer="thread").clock(), layer_timing.ThreadClock)
+    with pytest.raises(LatencyError, match="threads=1"):
+        Conditions.of(model, threads=2, timer="thread")
+    with pytest.raises(LatencyError, match="timer='sundial'"):
+        Conditions.of(model, timer="sundial")
     with pytest.raises(LatencyError, match="tpu"):
         replace(conditions, device="tpu").clock()
     assert notch([1.0]) == float("inf")

@@ -127,6 +127,7 @@ class LatencyTable:
         channels_last: bool | None = None,
         compile: bool = False,
         threads: int | None = None,
+        timer: str = "wall",
         rounds: int = 5,
         precision: float = 0.01,
         max_seconds: float = 180.0,
@@ -142,6 +143,7 @@ class LatencyTable:
         Args:
             path: a file that is read first and written as measurements come: a finished table is returned at once, an
                 interrupted one is taken up where it stopped.
+            timer: ``"thread"`` counts the CPU time of a single thread, for a machine that others use too.
             compile: calibrate on the network as compiled by torch.compile (layers are timed without it).
         """
         conditions = Conditions.of(
@@ -153,6 +155,7 @@ class LatencyTable:
             channels_last=channels_last,
             compile=compile,
             threads=threads,
+            timer=timer,
         )
         if groups is None:
             groups = find_channel_groups(model, torch.empty((1, *conditions.input_size), device="meta"))

@@ -40,6 +40,13 @@ class WallClock:
         return [after - before for before, after in pairwise(marks)]
 
 
+class ThreadClock(WallClock):
+    """Time that this thread spent computing: what the wall clock of an idle machine would show for one thread."""
+
+    def mark(self, module: nn.Module | None = None) -> Any:
+        return time.thread_time()
+
+
 class CudaClock:
     """Time on a CUDA stream, by events: the host runs ahead of the device and must not be timed."""
 
@@ -68,6 +75,7 @@ class Conditions:
     dtype: str
     memory_format: str  # "contiguous" or "channels_last"
     compiled: bool
+    timer: str = "wall"  # or "thread": CPU time of a single thread
 
     @classmethod
     def of(
@@ -81,16 +89,22 @@ class Conditions:
         channels_last: bool | None = None,
         compile: bool = False,
         threads: int | None = None,
+        timer: str = "wall",
     ) -> "Conditions":
         """The conditions as asked; what is not asked is as the model and this process have it."""
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise LatencyError(f"batch_size={batch_size!r}: expected a whole number of images, such as 8")
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise LatencyError(f"threads={threads!r}: expected a whole number, such as 2")
+        if timer not in ("wall", "thread"):
+            raise LatencyError(f"timer={timer!r}: expected 'wall', or 'thread' for the CPU time of a single thread")
         tensors = [tensor for _, tensor in named_tensors(model) if tensor.is_floating_point()]
         if device is None:
             device = tensors[0].device if tensors and not tensors[0].is_meta else "cpu"
         device = torch.device(device)
+        threads = threads or torch.get_num_threads()
+        if timer == "thread" and (threads > 1 or device.type != "cpu"):
+            raise LatencyError(f"timer='thread' sees one CPU thread; here are {threads} on {device.type}: try threads=1")
         if dtype is None:
             dtype = tensors[0].dtype if tensors else torch.float32
         if channels_last is None:
@@ -101,12 +115,13 @@ class Conditions:
         return cls(
             device=device.type,
             device_name=device_name(device),
-            threads=threads or torch.get_num_threads(),
+            threads=threads,
             batch_size=batch_size,
             input_size=tuple(example_input(model, input_size)[1:]),
             dtype=str(dtype).removeprefix("torch."),
             memory_format="channels_last" if channels_last else "contiguous",
             compiled=bool(compile),
+            timer=timer,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,7 +159,7 @@ class Conditions:
 
     def clock(self) -> WallClock | CudaClock:
         if self.device == "cpu":
-            return WallClock()
+            return ThreadClock() if self.timer == "thread" else WallClock()
         if self.device == "cuda":
             return CudaClock()
         raise LatencyError(f"device {self.device!r}: times can be measured on 'cpu' and 'cuda'")
@@ -282,6 +297,7 @@ def measure_latency(
     channels_last: bool | None = None,
     compile: bool = False,
     threads: int | None = None,
+    timer: str = "wall",
     precision: float = 0.01,
     max_seconds: float = 10.0,
     clock=None,
@@ -290,6 +306,7 @@ def measure_latency(
 
     Args:
         input_size: ``(channels, height, width)``; the model's own by default.
+        timer: ``"thread"`` counts the CPU time of a single thread, for a machine that others use too.
         precision: stop when the median's 95 % interval is narrower than ± this fraction.
 
     Example:
@@ -306,6 +323,7 @@ def measure_latency(
         channels_last=channels_last,
         compile=compile,
         threads=threads,
+        timer=timer,
         precision=precision,
         max_seconds=max_seconds,
         clock=clock,
