@@ -104,7 +104,7 @@ class Conditions:
         device = torch.device(device)
         threads = threads or torch.get_num_threads()
         if timer == "thread" and (threads > 1 or device.type != "cpu"):
-            raise LatencyError(f"timer='thread' sees one CPU thread; here are {threads} on {device.type}: try threads=1")
+            raise LatencyError(f"timer='thread' sees one CPU thread; not {threads} on {device.type}: give threads=1")
         if dtype is None:
             dtype = tensors[0].dtype if tensors else torch.float32
         if channels_last is None:
