@@ -56,7 +56,7 @@ widths = st.dictionaries(names, st.dictionaries(st.integers(0, 9), st.integers(1
 attributes = st.dictionaries(names | st.just(""), st.dictionaries(names, st.integers(1, 999), min_size=1), max_size=4)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(widths=widths, attributes=attributes, name=st.none() | st.from_regex(r"[a-z0-9_]{1,20}", fullmatch=True))
 def test_any_config_survives_json_pickle_and_copy(widths, attributes, name):
     config = ChannelConfig("resnet18", widths, attributes, {"img_size": 64}, name)

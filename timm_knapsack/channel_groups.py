@@ -12,7 +12,7 @@ from .attributes import holders, is_standard_layer
 from .coupling import Coupling, couple
 from .errors import KeepError, TraceError
 from .labels import Axis, Labels, Use
-from .tracing import Trace, copy_with, example_input, inputs_like, named_tensors, on_meta, run_trace
+from .tracing import Trace, copy_with, example_dtype, example_input, inputs_like, named_tensors, on_meta, run_trace
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def find_channel_groups(model: nn.Module, example_inputs=None, *, verify: bool =
             f"the model is spread over {', '.join(sorted(devices))}; move it to one device first: model.to(…)"
         )
     if example_inputs is None:
-        example_inputs = torch.empty(example_input(model), device="meta")
+        example_inputs = torch.empty(example_input(model), device="meta", dtype=example_dtype(model))
     shadow, inputs, trace = _shadow(model, example_inputs)
     groups = groups_of(model, shadow, trace, inputs)
     if not verify:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .channel_groups import ChannelGroups, CostTerm, Count, fold
-from .tracing import example_input, inputs_like, named_tensors, on_meta
+from .tracing import example_dtype, example_input, inputs_like, named_tensors, on_meta
 
 
 class Cost(ABC):
@@ -99,7 +99,7 @@ def count_macs(model: nn.Module, input_size=None) -> int:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    example = torch.empty(example_input(model, input_size), device="meta")
+    example = torch.empty(example_input(model, input_size), device="meta", dtype=example_dtype(model))
     shadow = on_meta(model).requires_grad_(False)
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -110,7 +110,7 @@ def count_macs(model: nn.Module, input_size=None) -> int:
         real = copy_with(model, lambda _, t: torch.zeros_like(t, device="cpu") if t.is_meta else t).eval()
         device = next((t.device for _, t in named_tensors(real)), torch.device("cpu"))
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            real(torch.zeros(example.shape, device=device))
+            real(torch.zeros_like(example, device=device))
     return counter.get_total_flops() // 2
 
 

@@ -223,6 +223,11 @@ def example_input(model: nn.Module, input_size=None, batch_size: int = 1) -> tup
     return (batch_size, *size)
 
 
+def example_dtype(model: nn.Module) -> torch.dtype:
+    """Images come in the dtype of the model's first weight."""
+    return next((tensor.dtype for _, tensor in named_tensors(model) if tensor.is_floating_point()), torch.float32)
+
+
 def first_conv_channels(model: nn.Module) -> int | None:
     """Input channels of a timm model's first conv, for models created with another ``in_chans``."""
     config = getattr(model, "pretrained_cfg", None)
