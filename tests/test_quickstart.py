@@ -9,7 +9,7 @@ from timm_knapsack import quickstart as module
 def test_pruned_to_40_percent_it_is_as_good_as_the_base(tmp_path):
     args = {"channels": (8, 16, 32)}
     result = module.quickstart(
-        tmp_path, model_args=args, base_epochs=6, tune_epochs=5, sweep=False, say=lambda text: None
+        tmp_path, model_args=args, base_epochs=6, tune_epochs=4, sweep=False, say=lambda text: None
     )
     top1, macs = result["top1"], result["macs"]
     assert top1["original"] > 90

@@ -37,7 +37,8 @@ def write_report(folder: str | os.PathLike, out: str | os.PathLike | None = None
         raise KnapsackError(f"{folder} has no record of a pruning run (record.json); `timm-knapsack prune` writes one")
     out = folder if out is None else Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    page, pictures = _page(record, stage_macs(folder), folder.resolve().parent.name, out)
+    record.pruning["layers"] = _in_network_order(record.pruning["layers"], folder)
+    page, pictures = _page(record, stage_macs(folder), out)
     path = out / "report.html"
     temporary = out / ".report.html.part"
     temporary.write_text(page, encoding="utf-8")
@@ -52,22 +53,35 @@ def stage_macs(folder: str | os.PathLike) -> list[dict[str, Any]]:
         >>> stage_macs("quickstart/model")[0]
         {'stage': 'conv1', 'original': 442368, 'counted': 331776}
     """
+    base, config, size = _architecture(Path(folder))
+    if base is None:
+        return []
+    from .slim import resize_model
+
+    before, after = _macs_by_stage(base, size), _macs_by_stage(resize_model(base, config), size)
+    return [{"stage": name, "original": macs, "counted": after.get(name, 0)} for name, macs in before.items() if macs]
+
+
+def _architecture(folder: Path) -> tuple[Any, Any, Sequence[int]]:
+    """The base on the meta device, the channel config and the input size; Nones where the folder has no model."""
     import json
 
     from .channel_config import ChannelConfig
     from .rebuild import base_on_meta
-    from .slim import resize_model
 
-    folder = Path(folder)
     if not (folder / "channels.json").exists():
-        return []
+        return None, None, ()
     config = ChannelConfig.load(folder / "channels.json")
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     size = saved.get("pretrained_cfg", {}).get("input_size") or (3, 224, 224)
-    args = {**config.base_args, "num_classes": saved.get("num_classes", 1000)}
-    base = base_on_meta(config, args)
-    before, after = _macs_by_stage(base, size), _macs_by_stage(resize_model(base, config), size)
-    return [{"stage": name, "original": macs, "counted": after.get(name, 0)} for name, macs in before.items() if macs]
+    return base_on_meta(config, {**config.base_args, "num_classes": saved.get("num_classes", 1000)}), config, size
+
+
+def _in_network_order(layers: Sequence[Mapping[str, Any]], folder: Path) -> list[Mapping[str, Any]]:
+    """A pruning report lists layers group by group; people look for them in the order of the network."""
+    base, _, _ = _architecture(folder)
+    order = {name: number for number, (name, _) in enumerate(base.named_modules())} if base is not None else {}
+    return sorted(layers, key=lambda row: order.get(row["name"], len(order)))
 
 
 def _macs_by_stage(model, size: Sequence[int]) -> dict[str, int]:
@@ -90,7 +104,7 @@ def _macs_by_stage(model, size: Sequence[int]) -> dict[str, int]:
 # ---- the page -----------------------------------------------------------------------------------------------------
 
 
-def _page(record: RunRecord, stages: list[dict[str, Any]], name: str, out: Path) -> tuple[str, list[Path]]:
+def _page(record: RunRecord, stages: list[dict[str, Any]], out: Path) -> tuple[str, list[Path]]:
     pruning = record.pruning
     charts, pictures = _charts(record, out)
     sections = [
@@ -149,7 +163,7 @@ def _cost_table(record: RunRecord) -> str:
     time = record.latency
     if time and not any(line["name"] == "latency" for line in record.pruning["costs"]):
         share = f"{human(time['pruned'], 's')} ({time['pruned'] / time['original']:.1%})"
-        where = f"time, batch {time['batch_size']}, {time.get('device', '')} × {time.get('threads', '')}".rstrip(" ×")
+        where = f"time, batch {time['batch_size']}, {time.get('device', '')}, {time.get('threads', '?')} threads"
         rows.append([where, human(time["original"], "s"), "–", "–", "–", share])
     return _table(("cost", "original", "asked", "counted", "left", "measured"), rows)
 
@@ -178,7 +192,13 @@ def _accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    body = ""
+    for row in rows:  # on a narrow screen each cell shows its own heading, and empty ones are left out
+        cells = (
+            f'<td data-label="{name}" class="{"none" if cell in ("–", "") else "some"}">{escape(str(cell))}</td>'
+            for name, cell in zip(head, row, strict=True)
+        )
+        body += f"<tr>{''.join(cells)}</tr>"
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

@@ -21,6 +21,7 @@ INK = "#010203"  # stands for the page's own text colour, which follows light an
 def _pyplot():
     try:
         import matplotlib
+        import matplotlib.ticker
     except ImportError:
         raise KnapsackError("pictures need matplotlib: pip install 'timm-knapsack[report]'") from None
     from matplotlib.figure import Figure
@@ -93,6 +94,9 @@ def chart(
                 axes.annotate(name, (x, y), xytext=(4, -9), textcoords="offset points", fontsize=8)
         if log_y and all(value > 0 for one in series for value in one["y"]):
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+            axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.spines[["top", "right"]].set_visible(False)
