@@ -32,7 +32,7 @@ FAMILIES = {
     "densenet121": {"block_config": (2, 2, 2, 2)},
     "vit_tiny_patch16_224": {"img_size": 64, "depth": 2},
     "swin_tiny_patch4_window7_224": {"img_size": 56, "depths": (1, 2, 1, 1), "embed_dim": 24, "num_heads": (2,) * 4},
-    "mixer_s32_224": {"img_size": 64, "num_blocks": 2},
+    "mixer_s32_224": {"img_size": 64},
     "poolformerv2_s12": {"layers": (1, 1, 1, 1)},
 }
 
