@@ -46,7 +46,7 @@ def recover(
     """Rebuild the teacher's maps in a pruned student, in place, without gradients; returns the student.
 
     BatchNorm statistics are corrected along the way. Layers without a closed form (weight-standardised convs, shared
-    layers) are left alone, and the log says which.
+    layers) and layers with more inputs than the images have positions are left alone, and the log says which.
 
     Args:
         loader: images, or (images, labels); labels are not used. They are held in memory, with one map each.
@@ -174,6 +174,10 @@ class _Recovery:
         skipped = self._no_closed_form(name)
         if skipped:
             return LayerFit(name, "layer", 0.0, 0.0, skipped)
+        inputs = layer.weight[0].numel()
+        positions = min(POSITIONS, self._positions(layer) * sum(len(batch) for batch in self.batches))
+        if positions < inputs:
+            return LayerFit(name, "layer", 0.0, 0.0, f"{positions} positions are too few for its {inputs} inputs")
         gain = self._gain(name, tap) if tap is not None else None
         sums = RidgeSums(layer)
         share = max(1, POSITIONS // len(self.batches))
@@ -211,6 +215,11 @@ class _Recovery:
         if not torch.allclose(made, now, rtol=1e-2, atol=1e-3 * float(now.abs().max().clamp_min(1e-6))):
             return "its weights are computed while it runs (weight standardisation or the like)"
         return ""
+
+    def _positions(self, layer: nn.Module) -> int:
+        """Output positions in one image."""
+        y = self.runs["student"].run(0, layer)["until"]
+        return y[0].numel() // layer.weight.shape[0]
 
     def _maps(self, batch, name, tap, gain) -> tuple[Tensor, Tensor, Tensor]:
         """The layer's input, its output now, and what its output should be."""
