@@ -65,6 +65,7 @@ class _DryRun:
         self.seeds = range(1, 7 if few else 3)
         self._component = couple(trace.labels).component
         self._first_label = trace.param_labels
+        self._cuts = trace.labels.cuts
         self._expected = trace.output_shapes
 
     def first_failure(self) -> Exception | None:
@@ -90,7 +91,7 @@ class _DryRun:
         return self._wrong_tie(trace, keep) or self._wrong_macs(trace, keep)
 
     def _wrong_tie(self, trace: Trace, keep) -> Exception | None:
-        """A tie in the slim model between channels that are not one unit in the full model."""
+        """A tie between channels that are not one unit in the full model, or a part that holds others than there."""
         kept = kept_indices(self.groups, self.groups.check_keep(keep))
         unit = np.full(trace.labels.count, -1)
         for (name, dim), first in trace.param_labels.items():
@@ -101,7 +102,12 @@ class _DryRun:
         for a, b in trace.labels.ties:
             wrong = (unit[a] != unit[b]) & (unit[a] >= 0) & (unit[b] >= 0)
             if wrong.any():
-                return ValueError("a cut falls in another place than in the full model")
+                return ValueError("channels meet that are not one unit in the full model")
+        for full, slim in zip(self._cuts, trace.labels.cuts, strict=False):
+            if full is not None and slim is not None:
+                units = unit[slim][unit[slim] >= 0]
+                if not np.isin(units, self._component[full]).all():
+                    return ValueError("a cut falls in another place than in the full model")
         return None
 
     def _wrong_macs(self, trace: Trace, keep) -> Exception | None:

@@ -91,6 +91,7 @@ class Labels:
     splits: list[Split] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
+    cuts: list[np.ndarray | None] = field(default_factory=list)  # labels in each part that a slice or split takes
     producers: list[np.ndarray] = field(default_factory=list)
     consumers: list[np.ndarray] = field(default_factory=list)
     _pieces: dict = field(default_factory=dict)  # (id of the labels, sizes) → (labels, axes): cut once, reused

@@ -101,6 +101,7 @@ def slice_rule(labels, op, layouts, args, kwargs, outputs):
     start, stop, step = slice(start, stop, step).indices(size)
     flat = labels.flatten(x.dims[d])
     dims = list(x.dims)
+    labels.cuts.append(None if flat is None else flat[start:stop:step])
     dims[d] = cut(labels, x.dims[d], start, stop, step)
     if flat is not None and size_of(dims[d]) != size:
         if step != 1:
@@ -155,6 +156,7 @@ def split(labels, op, layouts, args, kwargs, outputs):
         labels.freeze((Axis(flat.size, flat),), "cut into parts of unequal size")
     results, start = [], 0
     for size in sizes:
+        labels.cuts.append(None if flat is None else flat[start : start + size])
         part = cut(labels, dim, start, start + size)
         labels.use(size, part)
         results.append(Layout([*x.dims[:d], part, *x.dims[d + 1 :]], x.weight))
