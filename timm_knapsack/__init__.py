@@ -52,9 +52,12 @@ def __getattr__(name):
     return value
 
 
+# Registering models is what the import is for.
+from . import cifar_resnet, pruned_models  # noqa: E402, F401
+
 # These functions share their module's name: loaded at once, or the module would stand where the function belongs.
-from .finetune import finetune  # noqa: E402
-from .taylor_scores import taylor_scores  # noqa: E402
+from .finetune import finetune  # noqa: E402, F401
+from .taylor_scores import taylor_scores  # noqa: E402, F401
 
 
 def __dir__():

@@ -1,0 +1,163 @@
+"""A config.json, channels.json or weights file from a stranger can't hurt: a clear error, at once, and no memory."""
+
+import json
+import shutil
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import timm_knapsack as tk  # before timm
+from timm_knapsack.errors import ChannelConfigError, CheckpointError
+
+import timm  # isort: skip
+
+torch.set_num_threads(1)
+
+
+def load(folder) -> nn.Module:
+    return timm.create_model(f"local-dir:{folder}", pretrained=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    norm = {f"layer1.0.bn1.{n}": {0: 9} for n in ("weight", "bias", "running_mean", "running_var")}
+    widths = {"layer1.0.conv1.weight": {0: 9}, "layer1.0.conv2.weight": {1: 9}, **norm}
+    model = timm.create_model("knapsack_pruned", channels=tk.ChannelConfig("cifar_resnet20", widths))
+    return tk.save_pretrained(model, tmp_path_factory.mktemp("saved") / "net")
+
+
+class RealMemory(TorchDispatchMode):
+    """Bytes of real (not meta) tensors that ops return."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result.is_meta:
+            self.bytes += result.nbytes
+        return result
+
+
+def nested(depth: int):
+    value = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def channels(**changes):
+    def change(config):
+        config["model_args"]["channels"].update(changes)
+
+    return change
+
+
+def width(value, param="layer1.0.conv1.weight", dim="0"):
+    return lambda config: config["model_args"]["channels"]["widths"].update({param: {dim: value}})
+
+
+def at(*path, value):
+    def change(config):
+        for key in path[:-1]:
+            config = config[key]
+        config[path[-1]] = value
+
+    return change
+
+
+HOSTILE = {
+    "unknown base": (channels(base="resnet9000"), "timm has no model 'resnet9000'"),
+    "path as base": (channels(base="../../etc/passwd"), "expected a model name"),
+    "hub id as base": (channels(base="hf-hub:evil/net"), "expected a model name"),
+    "the generic one as base": (channels(base="knapsack_pruned", widths={}), "needs channels"),
+    "base of wrong type": (channels(base=["resnet18"]), "expected a model name"),
+    "channels missing": (lambda c: c["model_args"].pop("channels"), "needs channels"),
+    "channels a path": (at("model_args", "channels", value="/etc/passwd"), "expected a JSON object"),
+    "channels a list": (at("model_args", "channels", value=[1]), "expected a JSON object"),
+    "newer version": (channels(version=99), "upgrade timm-knapsack"),
+    "width 10^12": (width(10**12), "expected a whole number"),
+    "width of text": (width("9"), "expected a whole number"),
+    "width true": (width(True), "expected a whole number"),
+    "width NaN": (width(float("nan")), "expected a whole number"),
+    "width 0": (width(0), "expected a whole number"),
+    "width larger than the base": (width(17), "more than the base model's 16"),
+    "no such parameter": (width(3, "layer9.weight"), "has no parameter 'layer9.weight'"),
+    "no such dim": (width(3, dim="7"), "there is no dim 7"),
+    "parameter as a path": (width(3, "../x"), "is not a dotted name"),
+    "deep widths": (channels(widths=nested(500)), "expected"),
+    "deeper widths": (channels(widths={"a": {"0": nested(900)}}), "expected"),
+    "private attribute": (channels(attributes={"": {"__class__": 3}}), "not a public attribute"),
+    "no such attribute": (channels(attributes={"layer1": {"evil": 3}}), "no such number"),
+    "no such module": (channels(attributes={"evil": {"groups": 3}}), "has no module 'evil'"),
+    "extra key": (channels(exec="rm -rf /"), "unknown key 'exec'"),
+    "weights in base_args": (channels(base_args={"pretrained": True}), "does not choose weights"),
+    "file in base_args": (channels(base_args={"checkpoint_path": "/tmp/x"}), "does not choose weights"),
+    "deep base_args": (channels(base_args={"depth": nested(50)}), "expected a plain number"),
+    "monstrous depth": (channels(base_args={"depth": 60_002}), "several times larger|can't be built"),
+    "monstrous width": (channels(base_args={"channels": [65536, 65536, 65536]}), "several times larger"),
+    "monstrous image": (channels(base_args={"img_size": 10**9}), "larger than any model uses"),
+    "unknown argument": (channels(base_args={"evil": 1}), "can't be built with .*evil"),
+    "extra model_args": (at("model_args", "evil", value=1), "can't be built with .*evil"),
+    "builder's model_args": (at("model_args", "pretrained_strict", value=False), "does not belong"),
+    "checkpoint in model_args": (at("model_args", "checkpoint_path", value="/etc/passwd"), "does not belong"),
+    "10^12 classes": (at("num_classes", value=10**12), "num_classes"),
+    "negative input": (at("pretrained_cfg", "input_size", value=[3, -1, 32]), "input_size"),
+    "huge input": (at("pretrained_cfg", "input_size", value=[10**9, 32, 32]), "input_size"),
+    "mean of text": (at("pretrained_cfg", "mean", value="abc"), "mean"),
+    "unknown cfg key": (at("pretrained_cfg", "evil", value=1), "knows no such key"),
+    "a state dict in JSON": (at("pretrained_cfg", "state_dict", value={"a": [1]}), "knows no such key"),
+    "custom loader": (at("pretrained_cfg", "custom_load", value="hf"), "plain safetensors"),
+    "a pickle": (at("pretrained_cfg", "hf_hub_filename", value="evil.bin"), "expected a .safetensors file"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_strangers_config_is_refused(saved, tmp_path, case):
+    change, message = HOSTILE[case]
+    config = json.loads((saved / "config.json").read_text())
+    change(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(saved / "model.safetensors", tmp_path)
+    memory, began = RealMemory(), time.process_time()
+    with pytest.raises(ChannelConfigError, match=message), memory:
+        load(tmp_path)
+    assert time.process_time() - began < 1
+    assert memory.bytes < 1e6
+
+
+def test_an_honest_config_passes_the_same_way(saved, tmp_path):
+    """The counterpart: without a change the same steps load the model, and memory is seen to be used."""
+    shutil.copy(saved / "config.json", tmp_path)
+    shutil.copy(saved / "model.safetensors", tmp_path)
+    memory = RealMemory()
+    with memory:
+        load(tmp_path)
+    assert memory.bytes > 1e5
+
+
+def test_bad_json_and_bad_weights(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "net")
+    (tmp_path / "net" / "channels.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ChannelConfigError, match="nested too deeply"):
+        tk.register_pruned_model(tmp_path / "net" / "channels.json")
+    (tmp_path / "net" / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(RecursionError):  # timm's own reader: before it reaches us, and without harm
+        load(tmp_path / "net")
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copy(saved / "config.json", tmp_path / "net")
+    state = load_file(saved / "model.safetensors")
+    state["conv1.weight"] = torch.zeros(3, 3, 3, 3)
+    state["evil"] = torch.zeros(1)
+    del state["bn1.weight"], state["layer3.2.bn2.bias"]
+    save_file(state, tmp_path / "net" / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path / "net")
+    assert "conv1.weight is [3, 3, 3, 3], expected" in str(caught.value)
+    assert "bn1.weight is missing; layer3.2.bn2.bias is missing; and 1 more" in str(caught.value)
