@@ -1,4 +1,5 @@
-"""Images without labels, labelled by the model itself: what it would say is what a pruned copy should say too."""
+"""Images for scoring and recovery. Those without labels are labelled by the model itself: what it would say is what a
+pruned copy should say too."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -7,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .feature_taps import eval_mode
+
+# Options of create_loader: the training split, as for training, but each image as the model sees it in evaluation.
+CALIBRATION = {"training": True, "augmentation": {"crop": "none"}, "drop_last": False, "shuffle": True}
 
 
 class ModelLabels:

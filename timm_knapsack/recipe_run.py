@@ -57,6 +57,8 @@ class _Run:
         self.source = ModelSource(**asdict(recipe.model))
         self.source.check()
         self._base = self._groups = self._accelerator = None
+        if self.accelerator.num_processes > 1:
+            self.device = str(self.accelerator.device)  # each process its own
 
     # ---- what the stages share
 
@@ -96,9 +98,7 @@ class _Run:
         source = data.eval_source or data.source if part == "eval" else data.source
         names = ("image_column", "label_column", "subset", "root", "input_size", "num_workers")
         common = {name: getattr(data, name) for name in names}
-        split = (
-            data.eval_split if part == "eval" else data.train_split or "train" if data.eval_split else data.train_split
-        )
+        split = data.eval_split if part == "eval" else data.train_split
         return create_loader(source, model, split=split, seed=self.recipe.seed, **common, **options)
 
     def load(self, stage: str):
@@ -193,7 +193,7 @@ class _Run:
         table.save(folder / "table.json")
 
     def do_score(self, folder: Path, key: str) -> None:
-        from .model_labels import ModelLabels
+        from .model_labels import CALIBRATION, ModelLabels
         from .taylor_scores import taylor_scores
 
         part = self.recipe.score
@@ -202,7 +202,7 @@ class _Run:
             labels = {"data": "required", "model": "ignore"}.get(part.labels)
             if labels is None:
                 raise RecipeError(f"score.labels is {part.labels!r}, expected data or model")
-            options = {"limit": part.images, "batch_size": part.batch_size, "shuffle": True, "labels": labels}
+            options = {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size, "labels": labels}
             loader = self.loader(self.base, "train", **options)
             loader = ModelLabels(loader, self.base) if part.labels == "model" else loader
         scores = taylor_scores(
@@ -230,11 +230,12 @@ class _Run:
 
     def do_recover(self, folder: Path, key: str) -> None:
         from .commands.saving import save_run
+        from .model_labels import CALIBRATION
         from .recovery import recover
 
         part = self.recipe.recover
         record, student = RunRecord.load(self.folder / "prune" / "model"), self.load("prune")
-        options = {"limit": part.images, "batch_size": part.batch_size, "shuffle": True, "labels": "ignore"}
+        options = {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size, "labels": "ignore"}
         recover(student, self.base, self.loader(student, "train", **options), kept=kept_tensors(record))
         save_run(student, folder / "model", record=record)
 
@@ -253,6 +254,7 @@ class _Run:
         # a checkpoint of the same inputs is gone on with; one of others is given up
         mark = folder / "started.json"
         same = mark.exists() and json.loads(mark.read_text()).get("key") == key
+        self.accelerator.wait_for_everyone()  # all have looked before one writes
         if self.accelerator.is_main_process and not same:
             write_json(mark, {"key": key})
         if not same:

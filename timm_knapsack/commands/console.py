@@ -135,13 +135,13 @@ def calibration_loader(source: str, model, labels: str, options: dict[str, Any])
     """A loader for scoring, labelled as ``--labels`` says."""
     from ..errors import DataError
     from ..image_data import create_loader
-    from ..model_labels import ModelLabels
+    from ..model_labels import CALIBRATION, ModelLabels
 
     if labels not in ("auto", "data", "model"):
         raise KnapsackError(f"--labels {labels!r} is none of auto, data, model")
     options = {**options, "labels": {"auto": "auto", "data": "required", "model": "ignore"}[labels]}
     try:
-        loader = create_loader(source, model, shuffle=True, **options)
+        loader = create_loader(source, model, **{**CALIBRATION, **options})
     except DataError as error:
         if labels == "auto" and "classes, but the model has" in str(error):
             raise DataError(f"{error}; or let the model label the images: --labels model") from None

@@ -247,10 +247,12 @@ def prune(
     notes = []
     if recover and data is not None:
         from ..image_data import create_loader
+        from ..model_labels import CALIBRATION
         from ..recovery import recover as recover_model
 
         console.note("recovering …")
-        images = create_loader(data, network, shuffle=True, **{**options, "labels": "ignore", "limit": recover_images})
+        options = {**CALIBRATION, **options, "labels": "ignore", "limit": recover_images}
+        images = create_loader(data, network, **options)
         recover_model(result.model, network, images, kept=result.kept_channels)
         notes.append(f"recovered in closed form with {len(images.dataset)} images")
     folder, record = save_run(result, folder, source, notes=notes)

@@ -56,16 +56,17 @@ def run(
         return
     folder = console.check_writable(out or f"runs/{loaded.name}")
     result = run_recipe(loaded, folder, from_stage=from_stage, device=where, say=console.note)
+    if not result["main_process"]:
+        return
     if as_json:
         console.print_json(result)
         return
-    if result["main_process"]:
-        for stage, state in result["stages"].items():
-            console.stdout().print(f"{stage:<10}{state}", markup=False)
-        console.print_costs(result["pruning"], loaded.name)
-        for row in result["evaluations"]:
-            console.stdout().print(f"{row['what']}: top-1 {row['top1']:.2f} % on {row['samples']} images", markup=False)
-        console.stdout().print(f"{result['model']}\n{result['report']}", markup=False)
+    for stage, state in result["stages"].items():
+        console.stdout().print(f"{stage:<10}{state}", markup=False)
+    console.print_costs(result["pruning"], loaded.name)
+    for row in result["evaluations"]:
+        console.stdout().print(f"{row['what']}: top-1 {row['top1']:.2f} % on {row['samples']} images", markup=False)
+    console.stdout().print(f"{result['model']}\n{result['report']}", markup=False)
 
 
 def quickstart(
