@@ -88,24 +88,27 @@ class _Forest:
             self.reason.setdefault(root, reason)
 
     def union(self, a: np.ndarray, b: np.ndarray) -> None:
-        for x, y in zip(self.root_of(a).tolist(), self.root_of(b).tolist(), strict=True):
-            x, y = self._root(x), self._root(y)
-            if x == y:
-                continue
-            if y < x:
-                x, y = y, x
-            self.parent[y] = x
-            self.mixed[x] |= self.mixed[y]
-            self.heads[x] |= self.heads[y]
-            self.whole_heads[x] |= self.whole_heads[y]
-            if self.frozen[y]:
-                self.frozen[x] = True
-                self.reason.setdefault(x, self.reason[y])
+        """Tie two runs of labels, pair by pair."""
+        from scipy.sparse import coo_matrix
+        from scipy.sparse.csgraph import connected_components
 
-    def _root(self, x: int) -> int:
-        while self.parent[x] != x:
-            self.parent[x] = x = self.parent[self.parent[x]]
-        return x
+        pairs = np.stack([self.root_of(a), self.root_of(b)])
+        pairs = pairs[:, pairs[0] != pairs[1]]
+        if not pairs.size:
+            return
+        members, place = np.unique(pairs, return_inverse=True)
+        place = place.reshape(pairs.shape)
+        graph = coo_matrix((np.ones(place.shape[1], dtype=np.int8), tuple(place)), shape=(members.size,) * 2)
+        count, joined = connected_components(graph, directed=False)
+        first = np.full(count, np.iinfo(np.int64).max)
+        np.minimum.at(first, joined, members)
+        root = first[joined]
+        self.parent[members] = root
+        for flags in (self.frozen, self.mixed, self.heads, self.whole_heads):
+            np.logical_or.at(flags, root, flags[members])
+        for member, to in zip(members.tolist(), root.tolist(), strict=True):
+            if member in self.reason:
+                self.reason.setdefault(to, self.reason[member])
 
     def preferred(self, split: Split):
         """Heads where there are heads; else the axis that leaves the most units, the later one in a tie."""
