@@ -73,6 +73,10 @@ def search_widths(
         here = there if np.abs(there - here).max() <= 1 else (here + there) / 2
     best = _filled(ladders, costs, limits, best)
     value = _value(ladders, best)
+    for cost in costs if len(costs) > 1 else ():  # the widths for one cost may meet the others as well
+        alone = search_widths(ladders, [cost], limits)
+        if alone.value > value and _fits(costs, limits, alone.counts):
+            best, value = alone.counts, alone.value
     return WidthSolution([int(n) for n in best], value, float(max(bound, value)), rounds)
 
 
@@ -131,6 +135,8 @@ def _shrunk_to_fit(ladders, costs, limits, counts) -> np.ndarray:
             if at > 0 and slopes[g] > 0:
                 loss = rung.value[at] - rung.value[at - 1]
                 ranked.append((loss / (slopes[g] * (rung.counts[at] - rung.counts[at - 1])), g, at))
+        if not ranked:  # marginal costs of zero where the true cost is too high: the least widths do fit
+            return np.array([rung.counts[0] for rung in ladders], dtype=float)
         ranked.sort()
         many = max(1, int(len(ranked) * min(0.5, (excess - 1) * 2)))  # far from fitting: several groups at once
         for _, g, at in ranked[:many]:
