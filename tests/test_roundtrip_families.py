@@ -8,7 +8,7 @@ import torch
 import timm_knapsack  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-import roundtrip_families  # noqa: E402
+import roundtrip_families
 
 torch.set_num_threads(1)
 
