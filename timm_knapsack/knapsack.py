@@ -27,7 +27,7 @@ OPTIMALITY_TOLERANCE = 1e-12  # relative; far above the rounding of float64, far
 
 _LONGEST_WEIGHT = 2**60  # two of them, and the room, can be added to a sum of up to twice this in int64
 _FLOAT_BITS, _WIDEST_SPREAD = 512, 1500  # of whole numbers scaled to floats, which span 2**-1022 to 2**1024
-_EASY_STATES = 300_000  # where so many prove nothing, splitting by count is worth its time
+_EASY_STATES = 2_000_000  # where so many prove nothing, splitting by count is worth its time
 _FEE_TRIALS = 40  # to find the best fee: more than it takes
 _SAME_EFFICIENCY = 1e-9  # relative; nearer ones count as equal where it only matters for the order of search
 _PAIRED_ITEMS, _SINGLE_ITEMS = 96, 2048  # states are completed by pairs and single ones of so many core items
