@@ -226,7 +226,7 @@ class _Run:
             self.base, scores=scores, budget=Budget(**asked, table=table), groups=self.groups,
             base_args=self.source.base_args, **asdict(self.recipe.prune),
         )  # fmt: skip
-        save_run(result, folder / "model", self.source)
+        save_run(result, folder / "model", self.source, draw=False)
 
     def do_recover(self, folder: Path, key: str) -> None:
         from .commands.saving import save_run
@@ -237,7 +237,7 @@ class _Run:
         record, student = RunRecord.load(self.folder / "prune" / "model"), self.load("prune")
         options = {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size, "labels": "ignore"}
         recover(student, self.base, self.loader(student, "train", **options), kept=kept_tensors(record))
-        save_run(student, folder / "model", record=record)
+        save_run(student, folder / "model", record=record, draw=False)
 
     def do_finetune(self, folder: Path, key: str) -> None:
         from .commands.saving import save_run
@@ -272,7 +272,7 @@ class _Run:
             record.add_finetuning(config, result)
             model = result.model
             model.channel_config = student.channel_config
-            save_run(model, folder / "model", record=record)
+            save_run(model, folder / "model", record=record, draw=False)
 
     def last(self, upto: str = "finetune") -> str:
         return next(

@@ -13,6 +13,7 @@ def save_run(
     source: Any = None,
     record: RunRecord | None = None,
     notes: Sequence[str] = (),
+    draw: bool = True,
     **saving,
 ) -> tuple[Path, RunRecord]:
     """Save a `PruneResult` or a pruned model with its record; returns the folder and the record."""
@@ -20,7 +21,7 @@ def save_run(
 
     if record is None:
         record = RunRecord.of_pruning(result, source.to_dict() if source is not None else None)
-    folder = save_pretrained(result, folder, notes=notes, picture=picture_of(record), **saving)
+    folder = save_pretrained(result, folder, notes=notes, picture=picture_of(record) if draw else None, **saving)
     record.save(folder)
     return folder, record
 
