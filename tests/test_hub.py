@@ -92,6 +92,22 @@ def test_other_inputs_and_heads(in_chans, num_classes, tmp_path):
     assert loaded.pretrained_cfg["first_conv"] == "conv1"
 
 
+def test_heads_come_and_go(tmp_path):
+    """Pruned without a head and given one, and the other way round."""
+    headless = prune_randomly(timm.create_model("cifar_resnet20", num_classes=0)).model
+    assert headless.num_features < 64
+    headless.reset_classifier(5)
+    folder = tk.save_pretrained(headless, tmp_path / "given")
+    assert_same(load(folder), headless)
+    assert load(folder, num_classes=2)(torch.zeros(1, 3, 32, 32)).shape == (1, 2)
+
+    model = prune_randomly(timm.create_model("cifar_resnet20")).model
+    model.reset_classifier(0)
+    folder = tk.save_pretrained(model, tmp_path / "taken")
+    assert_same(load(folder), model)
+    assert load(folder, num_classes=2).linear.in_features == model.num_features < 64
+
+
 def test_channels_last_half_and_wrapped_models(result, tmp_path):
     model = copy.deepcopy(result.model).to(memory_format=torch.channels_last)
     assert_same(load(tk.save_pretrained(model, tmp_path / "last")), copy.deepcopy(result.model))

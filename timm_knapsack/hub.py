@@ -22,7 +22,7 @@ from .foreign_config import check_base
 from .model_card import PICTURE, Evaluation, counted_costs, evaluations_to_json, model_card
 from .pruned_models import GENERIC
 from .publication import Publication, publish
-from .rebuild import base_on_meta, mismatches, model_args_of
+from .rebuild import base_on_meta, mismatches, model_args_of, resized
 
 WEIGHTS, CONFIG, CHANNELS, CARD = "model.safetensors", "config.json", "channels.json", "README.md"
 FILES = (WEIGHTS, CONFIG, CHANNELS, CARD, PICTURE)
@@ -202,8 +202,6 @@ def _plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _check_rebuilds(model: nn.Module, config: ChannelConfig, state: Mapping[str, Tensor]) -> dict[str, int]:
     """The base model, resized by the config, must have exactly this model's shapes."""
-    from .slim import resize_model
-
     try:
         check_base(config.base)
     except KnapsackError as error:
@@ -212,7 +210,7 @@ def _check_rebuilds(model: nn.Module, config: ChannelConfig, state: Mapping[str,
             "timm.models.register_model"
         ) from None
     args = model_args_of(model, config)
-    rebuilt = resize_model(base_on_meta(config, {**config.base_args, **args}), config)
+    rebuilt = resized(base_on_meta(config, {**config.base_args, **args}), config)
     wrong = mismatches(state, rebuilt)
     if wrong:
         raise CheckpointError(

@@ -105,11 +105,10 @@ def named_model_card(name: str):
 def counted_costs(config: ChannelConfig, model=None) -> list[dict[str, Any]]:
     """MACs and parameters of the base and of the pruned network, counted on the meta device."""
     from .costs import count_macs, count_params
-    from .rebuild import base_on_meta, model_args_of
-    from .slim import resize_model
+    from .rebuild import base_on_meta, model_args_of, resized
 
     base = base_on_meta(config, {**config.base_args, **(model_args_of(model, config) if model is not None else {})})
-    slim = resize_model(base, config) if model is None else model
+    slim = resized(base, config) if model is None else model
     return [
         {"name": "macs", "unit": "MACs", "original": count_macs(base), "counted": count_macs(slim)},
         {"name": "params", "unit": "parameters", "original": count_params(base), "counted": count_params(slim)},

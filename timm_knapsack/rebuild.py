@@ -81,7 +81,6 @@ def build_pruned(
     wrapper = _feature_wrapper(config.base, kwargs) if features_only else None
     by_class = features_only and wrapper is None
     if by_class:  # timm has a class of its own for these features; its parameters bear the same names
-        config = _restricted(config, kwargs)
         kwargs.pop("num_classes", None)
     elif features_only:
         kwargs["features_only"] = True
@@ -114,20 +113,64 @@ def _network(config: ChannelConfig, trusted: bool, by_class: bool, inferred: set
     """
 
     def build(**kwargs) -> nn.Module:
-        from .slim import resize_model
-
         kwargs = _without(kwargs, inferred)
         if by_class:
             kwargs = {**_without(kwargs, {"num_classes"}), "features_only": True}
         if not trusted:
-            base = base_on_meta(config, kwargs)
-            slim = resize_model(base, config)
+            slim = resized(base_on_meta(config, kwargs), config, by_class)
             if torch.get_default_device().type == "meta" or str(kwargs.get("device")) == "meta":
                 return slim
         base = model_entrypoint(config.base)(pretrained=False, **kwargs)
-        return _initialised(resize_model(base, config), base, config)
+        return _initialised(resized(base, config, by_class), base, config)
 
     return build
+
+
+def resized(base: nn.Module, config: ChannelConfig, features: bool = False) -> nn.Module:
+    """``resize_model`` for a base with another head than the one that was pruned, or with none.
+
+    Example:
+        >>> config = ChannelConfig("resnet18", {"fc.weight": {1: 500}}, {"": {"num_features": 500}})
+        >>> resized(base_on_meta(config, {"num_classes": 0}), config).num_features
+        500
+    """
+    from .slim import resize_model
+
+    if features or getattr(base, "num_classes", None) == 0:
+        config = _without_head(config, base)
+    slim = resize_model(base, config)
+    old, new = getattr(base, "num_features", None), getattr(slim, "num_features", None)
+    head = slim.get_classifier() if hasattr(slim, "get_classifier") else None
+    if new != old and isinstance(head, nn.Linear) and head.in_features == old:  # pruned without a head, now with one
+        with torch.device(head.weight.device):
+            slim.reset_classifier(slim.num_classes)
+    return slim
+
+
+def _without_head(config: ChannelConfig, base: nn.Module) -> ChannelConfig:
+    """The part of the config that applies to a base without its head; what is left out must belong to the whole base."""
+    from .attributes import get_attribute
+    from .tracing import named_tensors
+
+    names, modules = {name for name, _ in named_tensors(base)}, dict(base.named_modules())
+
+    def has(module: str, path: str) -> bool:
+        try:
+            return type(get_attribute(modules[module], path)) is int
+        except (KeyError, TypeError, AttributeError, IndexError):
+            return False
+
+    if not set(config.widths) <= names:
+        whole = base_on_meta(config, _without(config.base_args, {"num_classes"}))
+        unknown = set(config.widths) - names - {name for name, _ in named_tensors(whole)}
+        if unknown:
+            raise ChannelConfigError(f"widths: the base model {config.base!r} has no parameter {min(unknown)!r}")
+    attributes = {m: {p: v for p, v in paths.items() if has(m, p)} for m, paths in config.attributes.items()}
+    return dataclasses.replace(
+        config,
+        widths={name: dims for name, dims in config.widths.items() if name in names},
+        attributes={module: paths for module, paths in attributes.items() if paths},
+    )
 
 
 def _initialised(slim: nn.Module, base: nn.Module, config: ChannelConfig) -> nn.Module:
@@ -139,7 +182,7 @@ def _initialised(slim: nn.Module, base: nn.Module, config: ChannelConfig) -> nn.
 
     source, target = dict(named_tensors(base)), dict(named_tensors(slim))
     with torch.no_grad():
-        for name in config.widths:
+        for name in config.widths.keys() & target.keys():
             if not target[name].is_meta:
                 target[name].copy_(source[name][tuple(slice(size) for size in target[name].shape)])
     return slim
@@ -257,28 +300,6 @@ def _feature_cfg(base: str) -> tuple[tuple[str, Any], ...]:
         pass
     seen.pop("output_fmt", None)  # the builder sets it from the model, and only where the wrapper wants it
     return tuple(seen.items())
-
-
-def _restricted(config: ChannelConfig, kwargs: Mapping[str, Any]) -> ChannelConfig:
-    """The part of the config that applies to the base's features class, which lacks the head."""
-    from .attributes import get_attribute
-    from .tracing import named_tensors
-
-    net = base_on_meta(config, {**_without(kwargs, {"num_classes"}), "features_only": True})
-    names, modules = {name for name, _ in named_tensors(net)}, dict(net.named_modules())
-
-    def has(module: str, path: str) -> bool:
-        try:
-            return type(get_attribute(modules[module], path)) is int
-        except (KeyError, TypeError, AttributeError, IndexError):
-            return False
-
-    attributes = {m: {p: v for p, v in paths.items() if has(m, p)} for m, paths in config.attributes.items()}
-    return dataclasses.replace(
-        config,
-        widths={name: dims for name, dims in config.widths.items() if name in names},
-        attributes={module: paths for module, paths in attributes.items() if paths},
-    )
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------
