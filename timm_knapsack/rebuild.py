@@ -148,7 +148,7 @@ def resized(base: nn.Module, config: ChannelConfig, features: bool = False) -> n
 
 
 def _without_head(config: ChannelConfig, base: nn.Module) -> ChannelConfig:
-    """The part of the config that applies to a base without its head; what is left out must belong to the whole base."""
+    """The part of the config that applies to a base without its head; the rest must belong to the whole base."""
     from .attributes import get_attribute
     from .tracing import named_tensors
 
