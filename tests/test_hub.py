@@ -95,7 +95,6 @@ def test_other_inputs_and_heads(in_chans, num_classes, tmp_path):
 def test_heads_come_and_go(tmp_path):
     """Pruned without a head and given one, and the other way round."""
     headless = prune_randomly(timm.create_model("cifar_resnet20", num_classes=0)).model
-    assert headless.num_features < 64
     headless.reset_classifier(5)
     folder = tk.save_pretrained(headless, tmp_path / "given")
     assert_same(load(folder), headless)

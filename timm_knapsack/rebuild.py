@@ -127,7 +127,7 @@ def _network(config: ChannelConfig, trusted: bool, by_class: bool, inferred: set
 
 
 def resized(base: nn.Module, config: ChannelConfig, features: bool = False) -> nn.Module:
-    """``resize_model`` for a base with another head than the one that was pruned, or with none.
+    """``resize_model``, also for a base that was built without its head.
 
     Example:
         >>> config = ChannelConfig("resnet18", {"fc.weight": {1: 500}}, {"": {"num_features": 500}})
@@ -138,13 +138,7 @@ def resized(base: nn.Module, config: ChannelConfig, features: bool = False) -> n
 
     if features or getattr(base, "num_classes", None) == 0:
         config = _without_head(config, base)
-    slim = resize_model(base, config)
-    old, new = getattr(base, "num_features", None), getattr(slim, "num_features", None)
-    head = slim.get_classifier() if hasattr(slim, "get_classifier") else None
-    if new != old and isinstance(head, nn.Linear) and head.in_features == old:  # pruned without a head, now with one
-        with torch.device(head.weight.device):
-            slim.reset_classifier(slim.num_classes)
-    return slim
+    return resize_model(base, config)
 
 
 def _without_head(config: ChannelConfig, base: nn.Module) -> ChannelConfig:
