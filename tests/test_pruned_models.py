@@ -33,6 +33,7 @@ SMALL = "efficientnet_b1_knapsack_pruned"
 RESNET = "resnet50_knapsack_2g"
 each_name = pytest.mark.parametrize("name", NAMED)
 both_kinds = pytest.mark.parametrize("name", [SMALL, RESNET])
+three_kinds = pytest.mark.parametrize("name", [SMALL, RESNET, "ecaresnet50d_knapsack_pruned"])
 
 
 @functools.cache
@@ -96,7 +97,7 @@ def test_size_is_exact(name):
 
 @pytest.mark.parametrize("name", TIMM_WEIGHTS)
 def test_equals_timms_own_pruned_network(name):
-    own, ours = timm.create_model(TIMM_WEIGHTS[name].partition(".")[0]).eval(), created(name)
+    own, ours = timm.create_model(TIMM_WEIGHTS[name].partition(".")[0]).eval(), _created(name)
     own.load_state_dict(ours.state_dict(), strict=True)
     assert same(own, ours, images())
     assert ours.pretrained_cfg == {**own.pretrained_cfg, "architecture": name}
@@ -145,9 +146,9 @@ def test_features_only(name):
         outputs = model(images())
     assert [o.shape[1] for o in outputs] == model.feature_info.channels()
     assert [64 // o.shape[2] for o in outputs] == model.feature_info.reduction()
-    two = timm.create_model(name, features_only=True, out_indices=(1, 3), output_stride=16).eval()
-    with torch.no_grad():
-        shapes = [tuple(o.shape) for o in two(images())]
+    with torch.device("meta"):
+        two = timm.create_model(name, features_only=True, out_indices=(1, 3), output_stride=16).eval()
+        shapes = [tuple(o.shape) for o in two(torch.empty(1, 3, 64, 64))]
     assert [s[1] for s in shapes] == two.feature_info.channels() and shapes[1][2:] == (4, 4)
 
 
@@ -175,7 +176,7 @@ def test_features_by_every_wrapper(name, kind):
 
 @each_name
 def test_forward_intermediates(name):
-    model = created(name)
+    model = _created(name)
     with torch.no_grad():
         last, taken = model.forward_intermediates(images())
         assert torch.equal(model.forward_features(images()), last)
@@ -186,14 +187,14 @@ def test_forward_intermediates(name):
 
 @each_name
 def test_fx(name):
-    model = created(name)
+    model = _created(name)
     _, nodes = get_graph_node_names(model)
     extractor = create_feature_extractor(model, return_nodes=nodes[-1:]).eval()
     with torch.no_grad():
         assert torch.equal(extractor(images())[nodes[-1]], model(images()))
 
 
-@each_name
+@three_kinds
 def test_arguments_of_create_model(name):
     with torch.no_grad():
         model = timm.create_model(name, num_classes=5, in_chans=1, global_pool="max", drop_rate=0.25).eval()
@@ -219,26 +220,32 @@ def test_grad_checkpointing_changes_nothing(name):
         torch.testing.assert_close(parameter.grad, plain[parameter_name])
 
 
-@each_name
+@three_kinds
 def test_group_matcher_covers_every_parameter(name):
-    model = created(name)
+    model = _created(name)
     grouped = group_parameters(model, model.group_matcher(coarse=False))
     assert sum(len(names) for names in grouped.values()) == len(list(model.parameters()))
 
 
-@both_kinds
-def test_compile_export_script_and_trace(name):
-    model, x = created(name), images()
+def test_compile_and_script():
+    model, x = created(RESNET), images()
     with torch.no_grad():
         expected = model(x)
         compiled = torch.compile(model, backend="aot_eager")(x)
+        scripted = torch.jit.script(timm.create_model(RESNET, scriptable=True).eval())
+        scripted.load_state_dict(model.state_dict())
+    torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scripted(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_export_and_trace():
+    model, x = created(SMALL), images()
+    with torch.no_grad():
+        expected = model(x)
         exported = torch.export.export(model, (x,)).module()(x)
-        traced = torch.jit.trace(model, x)(x)
-        scriptable = timm.create_model(name, scriptable=True).eval()
-        scriptable.load_state_dict(model.state_dict())
-        scripted = torch.jit.script(scriptable)(x)
-    for output in (compiled, exported, traced, scripted):
-        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        traced = torch.jit.trace(model, x, check_trace=False)(x)
+    torch.testing.assert_close(exported, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(traced, expected, rtol=1e-4, atol=1e-4)
 
 
 @both_kinds
@@ -278,7 +285,7 @@ def test_copies_keep_the_channel_config():
         assert other.channel_config == pruned_model_config(SMALL)
 
 
-@each_name
+@three_kinds
 def test_initial_weights_are_those_of_the_base(name):
     """Norms at 1 and 0, finite, and as spread as the base model's own initialisation."""
     torch.manual_seed(0)

@@ -12,8 +12,7 @@ import roundtrip_families
 
 torch.set_num_threads(1)
 
-QUICK = ["mobilenetv3_small_050", "convnext_zepto_rms", "regnetx_002", "edgenext_xx_small", "deit_tiny_patch16_224"]
-QUICK += ["efficientvit_m0", "resnet10t"]
+QUICK = "starnet_s050 ese_vovnet19b_slim_dw convnext_zepto_rms resnet10t gmlp_ti16_224 cs3darknet_focus_s".split()
 
 
 def test_some_families():
