@@ -69,13 +69,13 @@ def check(name: str) -> dict:
 
     def counted(net):
         try:
-            net = on_meta(net).requires_grad_(False)
+            shadow = on_meta(net).requires_grad_(False)
             with FlopCounterMode(display=False) as counter, torch.no_grad():
-                net(torch.empty(shape, device="meta"))
+                shadow(torch.empty(shape, device="meta"))
         except RuntimeError:  # asks for values: count on real tensors
-            net = copy_with(net, lambda _, t: t).eval().requires_grad_(False)
+            shadow = copy_with(net, lambda _, t: t).eval().requires_grad_(False)
             with FlopCounterMode(display=False) as counter, torch.no_grad():
-                net(torch.zeros(shape))
+                shadow(torch.zeros(shape))
         return counter.get_total_flops() / 2
 
     if counted(model) != full:

@@ -212,9 +212,7 @@ class DenselyJoined(Head):
     def __init__(self):
         super().__init__(14)
         self.stem = nn.Conv2d(3, 4, 3)
-        self.layers = nn.ModuleList(
-            nn.Conv2d(width, new, 3, padding=1) for width, new in ((4, 3), (7, 5), (12, 2))
-        )
+        self.layers = nn.ModuleList(nn.Conv2d(width, new, 3, padding=1) for width, new in ((4, 3), (7, 5), (12, 2)))
         self.norm = nn.BatchNorm2d(14)
 
     def features(self, x):

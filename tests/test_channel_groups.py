@@ -110,8 +110,6 @@ def test_a_layer_that_the_forward_pass_skips_is_left_alone():
     assert not any(s.param.startswith("spare") for group in groups for s in group.slices)
 
 
-
-
 def test_the_model_is_neither_changed_nor_run():
     model = CachedInference().train()
     model.conv.register_forward_pre_hook(lambda *_: pytest.fail("the model itself was run"))

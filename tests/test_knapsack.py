@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from timm_knapsack import knapsack
+from timm_knapsack import knapsack, knapsack_exact
 from timm_knapsack.errors import BudgetError, KnapsackError
 from timm_knapsack.knapsack import OPTIMALITY_TOLERANCE, solve_knapsack
 
@@ -184,9 +184,9 @@ def test_exact_equals_algorithm_1_on_mid_size_instances(kind):
 @pytest.mark.parametrize("completing", [True, False])
 def test_splitting_by_count_is_exact_too(monkeypatch, kind, completing):
     """Forced on instances that do without; also without the shortcut that finds good selections before the search."""
-    monkeypatch.setattr(knapsack, "_EASY_STATES", 0)
+    monkeypatch.setattr(knapsack_exact, "_EASY_STATES", 0)
     if not completing:
-        monkeypatch.setattr(knapsack._Core, "complete", lambda *args: (-math.inf, 0, []))
+        monkeypatch.setattr(knapsack_exact._Core, "complete", lambda *args: (-math.inf, 0, []))
     for values, weights, capacity in small_instances(kind, 60, largest=11):
         optimum = brute_force(values, weights, capacity)
         check(solve_knapsack(values, weights, capacity), values, weights, capacity, optimum)
@@ -205,7 +205,7 @@ def test_alike_values_are_proven_only_by_splitting(monkeypatch):
     values = 1 + 1e-3 * rng.standard_normal(2000)
     capacity = int(np.sort(weights)[:1200].sum()) + 39_000
     assert solve_knapsack(values, weights, capacity, max_states=5_000_000).is_optimal
-    monkeypatch.setattr(knapsack, "_split_by_count", lambda plain, *args: [plain])
+    monkeypatch.setattr(knapsack_exact, "_split_by_count", lambda plain, *args: [plain])
     assert not solve_knapsack(values, weights, capacity, max_states=5_000_000).is_optimal
 
 
@@ -257,7 +257,7 @@ def test_check_rejects_what_is_wrong():
 @pytest.mark.parametrize("mistake", ["fixes too much", "bounds too low", "loses a unit"])
 def test_brute_force_finds_a_wrong_solver(monkeypatch, mistake):
     """A mistake of each kind that this algorithm invites shows among the same instances."""
-    core = knapsack._Core
+    core = knapsack_exact._Core
     if mistake == "fixes too much":
         losses = core._losses_within_classes
         monkeypatch.setattr(core, "_losses_within_classes", lambda *args: (losses(*args)[0], 2 * losses(*args)[1]))
@@ -266,8 +266,8 @@ def test_brute_force_finds_a_wrong_solver(monkeypatch, mistake):
         monkeypatch.setattr(core, "upper_bounds", lambda *args: bounds(*args) - 0.2)
         monkeypatch.setattr(core, "complete", lambda *args: (-1.0, 0, []))  # it would find most optima all the same
     else:
-        as_whole = knapsack._as_whole_numbers
-        monkeypatch.setattr(knapsack, "_as_whole_numbers", lambda *args: (as_whole(*args)[0], as_whole(*args)[1] - 1))
+        as_whole = knapsack.as_whole_numbers
+        monkeypatch.setattr(knapsack, "as_whole_numbers", lambda *args: (as_whole(*args)[0], as_whole(*args)[1] - 1))
     found = 0
     for values, weights, capacity in small_instances(few_weights, 130, largest=12):
         solution = solve_knapsack(values, weights, capacity)

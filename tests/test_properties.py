@@ -28,9 +28,7 @@ def traced(name: str):
 
 def keeps(groups: ChannelGroups):
     """Any choice that keeps at least one unit of each group; a group may be left out."""
-    choices = {
-        group.name: st.sets(st.integers(0, group.size - 1), min_size=1).map(sorted) for group in groups
-    }
+    choices = {group.name: st.sets(st.integers(0, group.size - 1), min_size=1).map(sorted) for group in groups}
     return st.fixed_dictionaries({}, optional=choices)
 
 

@@ -98,9 +98,7 @@ def prepared(process, processes, batch_size, epoch, step=0, **options):
 
 def joined(shards):
     """Global batches: those of all processes at the same step, one after the other."""
-    return [
-        tuple(torch.cat(parts) for parts in zip(*step, strict=True)) for step in zip(*shards, strict=True)
-    ]
+    return [tuple(torch.cat(parts) for parts in zip(*step, strict=True)) for step in zip(*shards, strict=True)]
 
 
 @pytest.mark.parametrize("step", [0, 2])

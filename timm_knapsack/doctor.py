@@ -12,8 +12,20 @@ from pathlib import Path
 from . import _torchvision_operators
 from .errors import KnapsackError
 
-PACKAGES = ("timm-knapsack", "timm", "torch", "torchvision", "huggingface-hub", "accelerate", "safetensors", "datasets",
-            "numpy", "scipy", "matplotlib", "scikit-learn")
+PACKAGES = (
+    "timm-knapsack",
+    "timm",
+    "torch",
+    "torchvision",
+    "huggingface-hub",
+    "accelerate",
+    "safetensors",
+    "datasets",
+    "numpy",
+    "scipy",
+    "matplotlib",
+    "scikit-learn",
+)
 HOOK = "_timm_knapsack_torchvision"
 
 

@@ -5,6 +5,7 @@ nor arithmetic. A model that asks for a value (``.item()``) is traced with real 
 """
 
 import copy
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,11 @@ from .meta_shapes import meta_result
 
 
 class Trace(TorchDispatchMode):
-    """Runs rules beside ops. Holds every tensor it has seen, so that ids stay unique."""
+    """Runs rules beside ops.
+
+    Layouts are kept by the tensors' ids. Meta tensors cost nothing, so they are held to keep their ids unique; real
+    ones are let go, and their layouts with them.
+    """
 
     def __init__(self, model: nn.Module, bound_classes: frozenset[str] = frozenset()):
         super().__init__()
@@ -35,7 +40,7 @@ class Trace(TorchDispatchMode):
         self.param_labels: dict[tuple[str, int], int] = {}  # (name, dim) → its first label
         self.reached: set[str] = set()
         self._layouts: dict[int, Layout] = {}
-        self._held: list[Tensor] = []
+        self._held: dict[int, Tensor | weakref.ref] = {}
         self._names: dict[int, str] = {}
         for name, tensor in named_tensors(model):
             dims = []
@@ -65,8 +70,13 @@ class Trace(TorchDispatchMode):
         return plain(tensor.shape) if layout is None else layout
 
     def set_layout(self, tensor: Tensor, layout: Layout) -> None:
-        self._layouts[id(tensor)] = layout
-        self._held.append(tensor)
+        key = id(tensor)
+        self._layouts[key] = layout
+        self._held[key] = tensor if self.on_meta else weakref.ref(tensor, lambda _: self._forget(key))
+
+    def _forget(self, key: int) -> None:
+        self._layouts.pop(key, None)
+        self._held.pop(key, None)
 
     # ---- the pass
 
