@@ -73,7 +73,7 @@ def check(name: str) -> dict:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 shadow(torch.empty(shape, device="meta"))
         except RuntimeError:  # asks for values: count on real tensors
-            shadow = copy_with(net, lambda _, t: t).eval().requires_grad_(False)
+            shadow = copy_with(net, lambda _, t: t).eval()
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 shadow(torch.zeros(shape))
         return counter.get_total_flops() / 2

@@ -1,6 +1,6 @@
 """ResNet-56 on CIFAR-10, pruned to half its MACs and recovered, then fine-tuned with CE, CE + KD and CE + KD + IKD.
 
-usage: python benchmarks/finetune_cifar10.py --losses ce kd ikd --epochs 5 --seeds 0 [--work DIR] [--out FILE] [--threads 2]
+usage: python benchmarks/finetune_cifar10.py [--losses ce kd ikd] [--epochs 5] [--seeds 0] [--work DIR] [--out FILE]
 
 All runs start from the same recovered network and see the same images in the same order for the same seed. Each run
 keeps its checkpoints in --work and goes on from there when the command is given again, so it can be stopped at any
@@ -37,8 +37,8 @@ def recovered_student(work: Path, images: int):
     groups = tk.find_channel_groups(teacher)
     keep_path, weights_path = work / "keep.json", work / "recovered.safetensors"
     if not weights_path.exists():
-        scoring = create_loader(source, teacher, split=split, batch_size=16, limit=images)
-        scores = tk.taylor_scores(teacher, groups, scoring)
+        scoring = create_loader(source, teacher, split=split, batch_size=16, limit=2048)
+        scores = tk.taylor_scores(teacher, groups, scoring, criterion="taylor_bn")
         result = tk.prune(teacher, scores=scores, budget=tk.Budget(macs=0.5), groups=groups, ignore=streams(groups))
         recover_layers(result.model, teacher, create_loader(source, teacher, split=split, batch_size=64, limit=images))
         work.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--images", type=int, default=4096, help="for scoring and for recovery")
+    parser.add_argument("--images", type=int, default=4096, help="for recovery")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("~/.cache/timm-knapsack/finetune_cifar10").expanduser())
     parser.add_argument("--out", type=Path, help="append the rows to this file too")

@@ -1,6 +1,7 @@
 """Top-1 of pruned real networks: raw, after BN re-estimation, after closed-form recovery; no gradient step anywhere.
 
 usage: python benchmarks/recovery.py [--nets resnet56 lite0 resnet50] [--macs 0.7 0.5] [--images 1024] [--test N]
+       [--criterion taylor_bn] [--score-images 2048] [--score-batch 16]
 
 resnet56: CIFAR-10 (../shared/tools/get_cifar10.py), weights in ../shared/data/weights; scored on training images.
 lite0, resnet50: ImageNet weights in ../shared/data/weights; 1000 calibration and 1000 validation images beside them.
@@ -81,7 +82,9 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", default=["resnet56", "lite0", "resnet50"])
     parser.add_argument("--macs", nargs="+", type=float, default=[0.7, 0.5])
     parser.add_argument("--images", type=int, default=1024)
+    parser.add_argument("--criterion", default="taylor_bn")
     parser.add_argument("--score-batch", type=int, default=16)
+    parser.add_argument("--score-images", type=int, default=2048)
     parser.add_argument("--test", type=int, help="test images; all by default")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--streams", action="store_true")
@@ -93,12 +96,14 @@ def main() -> None:
     print("net        asked  counted  test images  teacher    raw  BN only  recovered  lost  recovery s", flush=True)
     for name in options.nets:
         teacher, source, split, test_source, test_split, _ = globals()[name]()
-        scoring = create_loader(source, teacher, split=split, batch_size=options.score_batch, limit=options.images)
+        scoring = create_loader(
+            source, teacher, split=split, batch_size=options.score_batch, limit=options.score_images
+        )
         calibration = create_loader(source, teacher, split=split, batch_size=64, limit=options.images)
         test = create_loader(test_source, teacher, split=test_split, batch_size=100, limit=options.test)
         base = evaluate(teacher, test)
         groups = tk.find_channel_groups(teacher)
-        scores = tk.taylor_scores(teacher, groups, scoring)
+        scores = tk.taylor_scores(teacher, groups, scoring, criterion=options.criterion)
         for macs in options.macs:
             ignore = [] if options.streams else streams(groups)
             result = tk.prune(teacher, scores=scores, budget=tk.Budget(macs=macs), groups=groups, ignore=ignore)
