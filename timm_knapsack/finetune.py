@@ -7,14 +7,12 @@ those of process 0 (as in DDP); ``freeze_bn_stats`` normalises with the running 
 they are. Only then, or without BatchNorm, does a run on N processes equal a run on one with the same global batch.
 """
 
-import json
 import logging
 import math
 import shutil
 import time
-import zlib
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,15 @@ from .errors import CheckpointError, DataError, TrainingError
 from .evaluation import check_labels, evaluate, start_accelerator
 from .finetune_config import FinetuneConfig
 from .training_session import ProgressBar, StopRequest
+from .training_setup import (
+    build_average,
+    build_mixing,
+    build_optimizer,
+    build_scheduler,
+    check_accelerator,
+    describe_run,
+    start_trackers,
+)
 
 __all__ = ["FinetuneConfig", "FinetuneResult", "evaluate", "finetune"]
 
@@ -121,7 +128,7 @@ class _Run:
         self.accelerator = accelerator = accelerator or start_accelerator(
             config.mixed_precision, config.trackers, config.output_dir
         )
-        self._check_accelerator()
+        check_accelerator(accelerator, config)
         self.output = Path(config.output_dir) if config.output_dir else None
         self.last = self.output / "last" if self.output else None
         self.epoch = self.batch = self.update = 0
@@ -143,7 +150,7 @@ class _Run:
         images, targets = next(self.batches.epoch(0))
         self.classes = check_labels(student, images[:2], targets)
         self.module = DistillationModule(student, teacher, config.distillation, kept, images[:2])
-        self.identity = self._describe(teacher)
+        self.identity = describe_run(config, accelerator, self.module, len(self.batches))
         if checkpoint is not None:
             self._check_same_run(checkpoint)
         elif config.distillation.ikd_init == "ridge" and self.module.projections:
@@ -158,19 +165,6 @@ class _Run:
                 shutil.rmtree(old, ignore_errors=True)
 
     # ---- set up ----
-
-    def _check_accelerator(self) -> None:
-        given, wanted = self.accelerator, self.config
-        if given.gradient_accumulation_steps != 1:
-            raise TrainingError(
-                f"the accelerator has gradient_accumulation_steps={given.gradient_accumulation_steps}; leave it at 1 "
-                "and set FinetuneConfig(grad_accumulation=…), which also scales an incomplete last window correctly"
-            )
-        if wanted.mixed_precision not in (None, given.mixed_precision):
-            raise TrainingError(
-                f"mixed_precision is {wanted.mixed_precision!r} in the config but {given.mixed_precision!r} in the "
-                "accelerator; say it in one place"
-            )
 
     def _find_checkpoint(self, resume: bool) -> Checkpoint | None:
         if self.last is None:
@@ -193,56 +187,13 @@ class _Run:
         return None
 
     def _build(self) -> None:
-        from timm.data import Mixup
-        from timm.optim import create_optimizer_v2
-        from timm.scheduler import create_scheduler_v2
-        from timm.utils import ModelEmaV3
-
         config = self.config
-        try:
-            optimizer = create_optimizer_v2(
-                self.module, config.optimizer, config.lr, param_group_fn=self._parameter_groups, **config.optimizer_args
-            )
-        except (TypeError, ValueError) as error:
-            raise TrainingError(f"timm can't build the optimizer {config.optimizer!r}: {error}") from error
-        self.scheduler = None
-        if config.scheduler != "constant":
-            try:
-                self.scheduler, _ = create_scheduler_v2(
-                    optimizer,
-                    sched=config.scheduler,
-                    num_epochs=config.epochs,
-                    warmup_epochs=config.warmup_epochs,
-                    warmup_lr=config.warmup_lr,
-                    min_lr=config.min_lr,
-                    step_on_epochs=False,
-                    updates_per_epoch=math.ceil(len(self.batches) / config.grad_accumulation),
-                    **config.scheduler_args,
-                )
-            except TypeError as error:
-                raise TrainingError(f"timm can't build the scheduler {config.scheduler!r}: {error}") from error
-        self.mix = None
-        if config.mixup or config.cutmix:  # smoothing is left to the loss, which does it for soft targets too
-            self.mix = Mixup(
-                config.mixup, config.cutmix, prob=config.mix_prob, label_smoothing=0.0, num_classes=self.classes
-            )
+        optimizer = build_optimizer(self.module, config)
+        self.scheduler = build_scheduler(optimizer, config, math.ceil(len(self.batches) / config.grad_accumulation))
+        self.mix = build_mixing(config, self.classes)
         self.prepared, self.optimizer = self.accelerator.prepare(self.module, optimizer)
-        self.ema = None
-        if config.ema_decay is not None:  # of the bare student: M_l, DDP and autocast wrappers stay outside
-            self.ema = ModelEmaV3(self.student, decay=config.ema_decay, use_warmup=config.ema_warmup)
-        if self.accelerator.log_with and not self.accelerator.trackers:
-            plain = {key: value for key, value in _flat(asdict(config)) if isinstance(value, (bool, int, float, str))}
-            self.accelerator.init_trackers(config.project, config=plain)
-
-    def _parameter_groups(self, module: DistillationModule) -> list[dict[str, Any]]:
-        from timm.optim import param_groups_weight_decay
-
-        never = getattr(self.student, "no_weight_decay", set)()
-        groups = param_groups_weight_decay(self.student, self.config.weight_decay, no_weight_decay_list=never)
-        if module.projections:
-            decay = self.config.distillation.ikd_weight_decay
-            groups.append({"params": list(module.projections.parameters()), "weight_decay": decay})
-        return groups
+        self.ema = build_average(self.student, config)
+        start_trackers(self.accelerator, config)
 
     # ---- train ----
 
@@ -385,20 +336,6 @@ class _Run:
 
     # ---- save and restore ----
 
-    def _describe(self, teacher: nn.Module | None) -> dict[str, Any]:
-        """What must be the same after a resume, as plain JSON."""
-        shapes = {name: list(tensor.shape) for name, tensor in self.student.state_dict().items()}
-        description = {
-            "config": self.config.what_decides_the_result(),
-            "processes": self.accelerator.num_processes,
-            "mixed_precision": self.accelerator.mixed_precision,
-            "batches_per_epoch": len(self.batches),
-            "student": shapes,
-            "projections": {name: list(weight.shape) for name, weight in self.module.projections.items()},
-            "teacher_crc32": _weights_crc32(teacher) if self.module.teacher is not None else None,
-        }
-        return json.loads(json.dumps(description))
-
     def _check_same_run(self, checkpoint: Checkpoint) -> None:
         difference = first_difference(checkpoint.state.get("run"), self.identity)
         if difference:
@@ -446,18 +383,3 @@ class _Run:
                 setattr(self, name, checkpoint.state[name])
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
             raise CheckpointError(f"{checkpoint.path} can't be resumed: {error}") from error
-
-
-def _weights_crc32(model: nn.Module) -> int:
-    crc = 0
-    for tensor in model.state_dict().values():
-        crc = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), crc)
-    return crc
-
-
-def _flat(values: dict[str, Any], prefix: str = ""):
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
