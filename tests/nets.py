@@ -447,6 +447,26 @@ class ReadsWidths(nn.Module):
         return self.proj(x.transpose(1, 2).reshape(B, N, C))
 
 
+@net(stem=6, reduce=5, crosses_norm=("stem",))
+class PatchesMerged(nn.Module):
+    """Swin's way down: 2 × 2 neighbours become channels, after windows of 3 × 3 that a bias has labelled."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.bias = nn.Conv2d(3, 6, 1), nn.Parameter(torch.randn(3, 3, 1))
+        self.norm, self.reduce = nn.LayerNorm(24), nn.Linear(24, 5, bias=False)
+        self.fc = nn.Linear(5, CLASSES)
+
+    def forward(self, x):
+        x = self.stem(F.interpolate(x, size=(6, 6))).permute(0, 2, 3, 1)
+        batch, height, width, channels = x.shape
+        windows = x.reshape(batch, 2, 3, 2, 3, channels).transpose(2, 3) + self.bias
+        x = windows.transpose(2, 3).reshape(batch, height, width, channels)
+        x = x.reshape(batch, 3, 2, 3, 2, channels).permute(0, 1, 3, 4, 2, 5).flatten(3)
+        return self.fc(self.reduce(self.norm(x)).mean((1, 2)))
+
+
+
 @net(embed=4, mlp__0=5)
 class WidthsReadOffTheInput(nn.Module):
     """The same index of each of two heads goes, in the stream and in the heads alike."""

@@ -70,6 +70,24 @@ def test_a_stream_holds_all_layers_that_write_into_it():
     assert readers == {"blocks.0.conv1.weight", "blocks.1.conv1.weight", "fc.weight"}
 
 
+@pytest.mark.parametrize(
+    ("name", "streams"),
+    [
+        ("SkipConnections", {"stem"}),
+        ("VisionTransformer", {"embed"}),
+        ("LayerNormed", {"stem"}),
+        ("SqueezeExcite", set()),  # a gate is multiplied, not added
+        ("GlobalResponseNorm", {"stem"}),  # "inner" adds its channels to themselves: one layer makes them
+        ("DenselyJoined", set()),
+        ("Depthwise", set()),
+    ],
+)
+def test_streams_are_where_several_layers_add_their_outputs(name, streams):
+    net = NETS[name]
+    groups = tk.find_channel_groups(net.build(), torch.empty(net.shape))
+    assert {group.name for group in groups if group.is_stream} == streams
+
+
 def test_one_unit_may_own_several_indices():
     by_param = {(s.param, s.dim): s.index.tolist() for s in groups_of(Depthwise())["multiply"].slices}
     assert by_param["twice.weight", 0][3] == [6, 7], "a depthwise conv that makes two channels of each"

@@ -223,6 +223,7 @@ def test_min_keep_is_kept_to_where_it_matters(case):
         ("convs1.*", {"convs1.0", "convs1.1", "convs1.2"}),
         (["stem", "squeeze"], {"stem", "squeeze"}),
         ("convs2.1", {"stem"}),  # a layer that makes the residual stream stands for its group
+        (":streams", {"stem"}),
     ],
 )
 def test_ignored_groups_keep_all(case, ignore, untouched):

@@ -43,6 +43,7 @@ class ChannelGroup:
     slices: tuple[Slice, ...]
     hidden_slices: tuple[Slice, ...] = ()  # of buffers that are not in the state dict
     crosses_norm: bool = False  # a norm or softmax runs across these channels: zeroed is not the same as removed
+    is_stream: bool = False  # a residual stream: several layers add their outputs into these channels
 
     def __repr__(self):
         return f"ChannelGroup({self.name!r}, size={self.size}, slices={len(self.slices)})"
@@ -290,8 +291,9 @@ def groups_of(model: nn.Module, shadow: nn.Module, trace: Trace, inputs: tuple) 
 
     parts = _parts(component, column_of, index_of, group_of)
     roles = _roles(trace, labels, owners)
-    mixed = set(np.unique(group_of[coupling.mixed & (group_of >= 0)]).tolist())
-    groups, number_of = _name_groups(model, parts, owners, roles, mixed)
+    mixed = set(group_of[coupling.mixed].tolist())
+    added = set().union(*(group_of[coupling.component[array]].tolist() for array in labels.added))
+    groups, number_of = _name_groups(model, parts, owners, roles, mixed, added)
     counts = _counts(columns, parts, number_of)
     return ChannelGroups(
         groups=groups,
@@ -336,9 +338,9 @@ def _roles(trace: Trace, labels: Labels, owners) -> dict[tuple[str, int], str]:
     return result
 
 
-def _name_groups(model, parts, owners, roles, mixed: set[int]):
+def _name_groups(model, parts, owners, roles, mixed: set[int], added: set[int]):
     """Groups in the order of the layers that make them, named after the first."""
-    in_state = set(model.state_dict())
+    in_state = {name: tensor.shape for name, tensor in model.state_dict().items()}
     by_group = defaultdict(list)
     for (group, column), index in parts.items():
         if column < len(owners):
@@ -365,9 +367,16 @@ def _name_groups(model, parts, owners, roles, mixed: set[int]):
                 slices=tuple(s for s in slices if s.param in in_state),
                 hidden_slices=tuple(s for s in slices if s.param not in in_state),
                 crosses_norm=group in mixed,
+                is_stream=group in added and sum(_makes_channels(s, in_state) for s in slices) > 1,
             )
         )
     return tuple(groups), number_of
+
+
+def _makes_channels(part: Slice, shapes) -> bool:
+    """Whether a layer makes these channels of others; a depthwise conv only passes them on."""
+    shape = shapes.get(part.param, ())
+    return part.role == "out" and len(shape) > 1 and not (len(shape) == 4 and shape[1] == 1)
 
 
 def _counts(columns: _Columns, parts, number_of) -> list[Count]:

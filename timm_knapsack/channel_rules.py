@@ -72,6 +72,8 @@ def elementwise(labels, op, layouts, args, kwargs, outputs):
         offset = rank - len(x.dims)
         for i, dim in enumerate(x.dims):
             dims[offset + i] = labels.tie(dims[offset + i], dim)
+    if op in ("add", "add_", "sub") and sum(not x.weight for x in inputs) > 1:
+        labels.added.extend(axis.labels for dim in dims for axis in dim if axis.labels is not None)
     result = Layout(dims, all(x.weight for x in inputs))
     return tuple(result for _ in outputs) if len(outputs) > 1 else result
 

@@ -86,6 +86,7 @@ class Labels:
     ties: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     frozen: list[tuple[np.ndarray, str]] = field(default_factory=list)
     mixed: list[np.ndarray] = field(default_factory=list)
+    added: list[np.ndarray] = field(default_factory=list)  # where two activations are added
     heads: list[np.ndarray] = field(default_factory=list)
     whole_heads: list[np.ndarray] = field(default_factory=list)  # heads that may go one by one
     splits: list[Split] = field(default_factory=list)
@@ -230,9 +231,7 @@ class Labels:
                 elif left % need == 0:
                     step = need
                 else:
-                    for axis in axes:
-                        self.freeze((axis,), "a view cuts across channels")
-                    return [() if n == 1 else (Axis(n),) for n in shape]
+                    return self.view([tuple(self._without_labels(axes, at, shape))], shape)
                 parts.append((at, len(pieces[at])))
                 pieces[at].append(step)
                 left //= step
@@ -246,6 +245,21 @@ class Labels:
             if size_of(first) * size_of(second) in self.bound and first and second:
                 self.use(size_of(first) * size_of(second), (*first, *second))
         return result
+
+
+    def _without_labels(self, axes: list[Axis], at: int, shape: list[int]) -> list[Axis]:
+        """The axes, with those frozen and merged that a cut across axis ``at`` concerns; no others.
+
+        Old and new dims meet again where the products of their sizes agree: what lies beyond is not touched.
+        """
+        ends = np.cumprod([axis.size for axis in axes]).tolist()
+        common = {1, *ends} & {1, *np.cumprod(shape).tolist()}
+        low = max(end for end in common if end <= ends[at] // axes[at].size)
+        high = min(end for end in common if end >= ends[at])
+        first, last = 0 if low == 1 else ends.index(low) + 1, ends.index(high)
+        for axis in axes[first : last + 1]:
+            self.freeze((axis,), "a view cuts across channels")
+        return [*axes[:first], Axis(high // low), *axes[last + 1 :]]
 
 
 def _merge_plain(axes: list[Axis]) -> Dim:

@@ -129,7 +129,8 @@ def prune(
         budget: ``Budget(macs=0.5)``.
         round_to: keep multiples of this many channels, as some hardware likes.
         min_keep: least number of units to keep in each group, or a fraction below 1 of its size.
-        ignore: patterns (``"layer4.*"``) of groups or layers to leave alone.
+        ignore: patterns (``"layer4.*"``) of groups or layers to leave alone; ``":streams"`` stands for all residual
+            streams, which are worth their MACs mostly where fine-tuning follows.
         bounds: ``{pattern: (least, most)}`` for single groups, as counts or fractions.
         groups: from `find_channel_groups`, to save tracing again.
         base_args: arguments of ``timm.create_model`` that the model was made with (``img_size=…``), for the config.
@@ -296,7 +297,7 @@ class _Limits:
             raise KnapsackError(f"min_keep={min_keep!r}: expected a count from 1, or a fraction between 0 and 1")
         ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         for pattern in (*ignore, *bounds):
-            if not any(_matches(group, pattern) for group in groups):
+            if pattern != STREAMS and not any(_matches(group, pattern) for group in groups):
                 raise KnapsackError(f"the pattern {pattern!r} matches no group; names are like {groups[0].name!r}")
         self.round_to, self.min_keep, self.ignore, self.bounds = round_to, min_keep, ignore, bounds
         self.options = {"round_to": round_to, "min_keep": min_keep, "ignore": list(ignore), "bounds": dict(bounds)}
@@ -325,7 +326,12 @@ def _count(value: float, size: int) -> int:
     return min(max(count, 1), size)
 
 
+STREAMS = ":streams"  # no layer's name has a colon
+
+
 def _matches(group: ChannelGroup, pattern: str) -> bool:
+    if pattern == STREAMS:
+        return group.is_stream
     names = {group.name, *(s.param.rsplit(".", 1)[0] for s in group.slices if s.role == "out")}
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
