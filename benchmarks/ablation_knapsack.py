@@ -3,6 +3,7 @@
 Both use the same Taylor scores ("abs") and the same channel groups. The threshold keeps every unit whose score is at
 least t (and the best one of each group); t is found by bisection so that its counted MACs are the same. Top-1 is
 measured as cut, and after the statistics of the batch norms are estimated again (no gradient, no weight changed).
+"inner": the residual streams are left alone (ignore=":streams"), only the channels inside the blocks compete.
 
     python benchmarks/ablation_knapsack.py | tee benchmarks/results/ablation_knapsack.txt
 
@@ -29,13 +30,14 @@ from timm_knapsack.image_data import create_loader
 import timm  # isort: skip  (timm_knapsack first: it makes this import work without torchvision's operators)
 
 
-def threshold_keep(groups, scores, budget):
+def threshold_keep(groups, scores, budget, with_streams):
     """Units with a score of at least t, the smallest t whose MACs are within the budget."""
-    everything = torch.cat([scores[group.name] for group in groups]).sort().values
+    free = [group for group in groups if with_streams or not group.is_stream]
+    everything = torch.cat([scores[group.name] for group in free]).sort().values
 
     def keep_at(position):
-        keep = {}
-        for group in groups:
+        keep = {group.name: torch.arange(group.size) for group in groups}
+        for group in free:
             chosen = (scores[group.name] >= everything[position]).nonzero().flatten()
             keep[group.name] = chosen if len(chosen) else scores[group.name].argmax()[None]
         return keep
@@ -81,9 +83,13 @@ def compare(title, model, score_loader, norm_loader, test_loader, fraction):
     groups = tk.find_channel_groups(model)
     scores = tk.taylor_scores(model, groups, score_loader)
     original, total = tk.count_macs(model), sum(float(values.sum()) for values in scores.values())
-    result = tk.prune(model, scores=scores, groups=groups, budget=tk.Budget(macs=fraction))
-    counted = tk.count_macs(result.model)
-    choices = {"knapsack": result.keep, "global threshold": threshold_keep(groups, scores, counted)}
+    choices = {}
+    for with_streams in (True, False):
+        ignore, suffix = ((), "") if with_streams else ((":streams",), ", inner")
+        result = tk.prune(model, scores=scores, groups=groups, budget=tk.Budget(macs=fraction), ignore=ignore)
+        counted = tk.count_macs(result.model)
+        choices[f"knapsack{suffix}"] = result.keep
+        choices[f"threshold{suffix}"] = threshold_keep(groups, scores, counted, with_streams)
     print(f"{'unpruned':<22}{original:>12}{1:>9.2%}{sum(groups.sizes):>8}{1:>17.2%}{top1(model, test_loader):>8.2f}%")
     rows = {}
     for name, keep in choices.items():
@@ -95,7 +101,11 @@ def compare(title, model, score_loader, norm_loader, test_loader, fraction):
         print(f"{name:<22}{macs:>12}{macs / original:>9.2%}{units:>8}{value / total:>17.2%}", end="")
         print(f"{cut:>8.2f}%{estimated:>13.2f}%", flush=True)
     print(f"({time.perf_counter() - start:.0f} s)")
-    return rows["knapsack"] <= fraction * original and abs(rows["global threshold"] / rows["knapsack"] - 1) < 0.005
+    return all(
+        rows[f"knapsack{suffix}"] <= fraction * original
+        and abs(rows[f"threshold{suffix}"] / rows[f"knapsack{suffix}"] - 1) < 0.005
+        for suffix in ("", ", inner")
+    )
 
 
 def resnet56(args):

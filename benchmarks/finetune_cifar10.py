@@ -17,7 +17,7 @@ from pathlib import Path
 
 import timm_knapsack as tk  # isort: skip  (before timm)
 import torch
-from recovery import CIFAR, resnet56, streams
+from recovery import CIFAR, resnet56
 from safetensors.torch import load_file, save_file
 
 from timm_knapsack.evaluation import evaluate
@@ -39,7 +39,7 @@ def recovered_student(work: Path, images: int):
     if not weights_path.exists():
         scoring = create_loader(source, teacher, split=split, batch_size=16, limit=2048)
         scores = tk.taylor_scores(teacher, groups, scoring, criterion="taylor_bn")
-        result = tk.prune(teacher, scores=scores, budget=tk.Budget(macs=0.5), groups=groups, ignore=streams(groups))
+        result = tk.prune(teacher, scores=scores, budget=tk.Budget(macs=0.5), groups=groups, ignore=":streams")
         recover_layers(result.model, teacher, create_loader(source, teacher, split=split, batch_size=64, limit=images))
         work.mkdir(parents=True, exist_ok=True)
         keep_path.write_text(json.dumps({name: [int(i) for i in kept] for name, kept in result.keep.items()}))

@@ -60,23 +60,6 @@ def resnet50():
     return net.eval(), str(SHARED / "imagenet_calibration"), "train", str(SHARED / "imagenet_val"), "test", {}
 
 
-def streams(groups) -> list[str]:
-    """Groups that several layers write into: residual streams."""
-    return [
-        g.name
-        for g in groups
-        if sum(s.role == "out" and len(_shape(groups, s)) > 1 and not _depthwise(groups, s) for s in g.slices) > 1
-    ]
-
-
-def _shape(groups, s):
-    return groups.shapes[s.param]
-
-
-def _depthwise(groups, s):
-    return len(groups.shapes[s.param]) == 4 and groups.shapes[s.param][1] == 1
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nets", nargs="+", default=["resnet56", "lite0", "resnet50"])
@@ -105,7 +88,7 @@ def main() -> None:
         groups = tk.find_channel_groups(teacher)
         scores = tk.taylor_scores(teacher, groups, scoring, criterion=options.criterion)
         for macs in options.macs:
-            ignore = [] if options.streams else streams(groups)
+            ignore = () if options.streams else (":streams",)
             result = tk.prune(teacher, scores=scores, budget=tk.Budget(macs=macs), groups=groups, ignore=ignore)
             line = result.report.line("macs")
             raw = evaluate(result.model, test)["top1"]
