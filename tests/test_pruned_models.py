@@ -259,16 +259,9 @@ def test_half_precision_and_channels_last(name):
     assert half.dtype == torch.bfloat16 and torch.isfinite(half).all()
 
 
-def test_onnx_where_it_is_installed(tmp_path):
-    try:
-        import onnxruntime
-        import onnxscript  # noqa: F401
-    except ImportError:
-        with pytest.raises(
-            ModuleNotFoundError, match="onnx"
-        ):  # torch says what is missing; torch.export is tested above
-            torch.onnx.export(created(SMALL), (images(),), tmp_path / "net.onnx", dynamo=True, verbose=False)
-        return
+def test_onnx(tmp_path):
+    import onnxruntime
+
     model = timm.create_model(SMALL, exportable=True).eval()
     torch.onnx.export(model, (images(),), tmp_path / "net.onnx", dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
