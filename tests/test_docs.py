@@ -1,9 +1,16 @@
 """The README's Python runs, in order, in an empty folder; links lead somewhere; the API page is current."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import timm
+from safetensors.torch import save_file
+
+from timm_knapsack.quickstart import write_images
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -24,6 +31,25 @@ def test_the_python_blocks_of_the_readme_run_in_order(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "importance kept" in done.stdout
     assert (tmp_path / "resnet18-half" / "model.safetensors").exists()
+
+
+def test_the_shell_blocks_of_the_readme_run_in_order(tmp_path):
+    """In a folder as `make quickstart` leaves it, with fewer images. CI itself begins with the set-up (make, pip)."""
+    for folder in write_images(tmp_path / "quickstart" / "images").glob("*/*"):
+        for image in sorted(folder.iterdir())[16:]:
+            image.unlink()
+    save_file(timm.create_model("cifar_resnet20").state_dict(), tmp_path / "quickstart" / "base.safetensors")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    lines = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines() if line]
+    commands = [line.partition(" #")[0] for line in lines if not line.startswith(("make ", "pip "))]
+    assert len(commands) == len(lines) - 3 > 6
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for command in commands:
+        done = subprocess.run(shlex.split(command), cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+    assert (tmp_path / "digits-tuned" / "model" / "report.html").exists()
+    assert (tmp_path / "digits-again" / "model" / "model.safetensors").exists()
 
 
 def test_the_python_block_about_op_rules_runs(tmp_path):

@@ -19,6 +19,7 @@ def test_pruned_to_40_percent_it_is_as_good_as_the_base(tmp_path):
     exec(result["code"], namespace)  # the two lines that it prints
     assert namespace["model"](torch.zeros(1, 3, 32, 32)).shape == (1, 10)
     assert "local-dir:" in result["code"] and timm.is_model("cifar_resnet20")
+    assert (tmp_path / "base.safetensors").exists() and len(list(tmp_path.glob("images/train/*/*.png"))) == 1347
     page = (tmp_path / "model" / "report.html").read_text()
     assert "Asked, counted, measured" in page and "<script" not in page
 

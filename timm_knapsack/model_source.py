@@ -39,7 +39,7 @@ class ModelSource:
             raise KnapsackError(f"a model is a timm name or a folder, not {self.name!r}")
         path = Path(self.name).expanduser()
         if path.is_dir() and not self.name.startswith(("local-dir:", "hf-hub:")):
-            object.__setattr__(self, "name", f"local-dir:{path.resolve()}")
+            object.__setattr__(self, "name", f"local-dir:{saved_folder(path).resolve()}")
         if self.weights is not None:
             object.__setattr__(self, "weights", str(Path(self.weights).expanduser().resolve()))
 
@@ -115,6 +115,18 @@ class ModelSource:
         near = difflib.get_close_matches(bare, timm.list_models(), n=3, cutoff=0.6)
         hint = f"did you mean {' or '.join(near)}?" if near else "`timm.list_models()` names them all"
         raise KnapsackError(f"timm has no model {self.name!r}, and there is no such folder; {hint}")
+
+
+def saved_folder(folder: str | os.PathLike) -> Path:
+    """The folder of the saved model: this one, or its ``model``, which finetune, run and quickstart write.
+
+    Example:
+        >>> saved_folder("resnet18-half").name
+        'resnet18-half'
+    """
+    folder = Path(folder).expanduser()
+    inner = folder / "model"
+    return inner if not (folder / "config.json").is_file() and (inner / "config.json").is_file() else folder
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike) -> None:

@@ -39,6 +39,24 @@ def load_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.n
     return (images[TEST_IMAGES:], labels[TEST_IMAGES:]), (images[:TEST_IMAGES], labels[:TEST_IMAGES])
 
 
+def write_images(folder: str | Path) -> Path:
+    """The digits as PNG files, ``train`` and ``test`` with a folder for each class: data for the command line.
+
+    Example:
+        >>> sorted(path.name for path in write_images("images").iterdir())
+        ['test', 'train']
+    """
+    from PIL import Image
+
+    folder = Path(folder)
+    for split, (images, labels) in zip(("train", "test"), load_digits(), strict=True):
+        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+            path = folder / split / str(label) / f"{number:04}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(path)
+    return folder
+
+
 def quickstart(
     folder: str | Path = "quickstart",
     *,
@@ -50,6 +68,9 @@ def quickstart(
     say: Callable[[str], Any] = print,
 ) -> dict[str, Any]:
     """Train, score, prune, recover, fine-tune, evaluate, save, load back, report.
+
+    Besides the pruned ``model``, the folder gets the ``images`` and the original's weights (``base.safetensors``): what
+    the other commands of ``timm-knapsack`` need to do the same step by step.
 
     Args:
         model_args: arguments of ``timm.create_model``; 10 classes by default.
@@ -65,6 +86,7 @@ def quickstart(
     """
     import timm
     import torch
+    from safetensors.torch import save_file
 
     import timm_knapsack as tk
 
@@ -88,9 +110,16 @@ def quickstart(
     say(f"1  train {model_name} for {base_epochs} epochs on {len(train[0])} handwritten digits")
     plain = tk.DistillationConfig(kd_weight=0, ikd_weight=0, label_smoothing=0.1)
     config = tk.FinetuneConfig(
-        epochs=base_epochs, lr=0.1, weight_decay=5e-4, warmup_epochs=1, distillation=plain, eval_every=99
+        epochs=base_epochs,
+        lr=0.1,
+        weight_decay=5e-4,
+        warmup_epochs=min(1, base_epochs / 2),
+        distillation=plain,
+        eval_every=99,
     )
     tk.finetune(base, None, train_loader, None, config)
+    write_images(folder / "images")
+    save_file(base.state_dict(), folder / "base.safetensors")
     top1 = {"original": tk.evaluate(base, test_loader)["top1"]}
     say(f"   top-1 on {len(test[0])} held-out images: {top1['original']:.2f} %")
 

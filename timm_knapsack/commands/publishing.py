@@ -19,11 +19,13 @@ def report(
 
     Example: timm-knapsack report resnet18-half
     """
+    from ..model_source import saved_folder
     from ..report import write_report
     from ..run_record import RunRecord
 
     if out is not None:
         console.check_writable(out)
+    folder = saved_folder(folder)
     files = write_report(folder, out)
     if as_json:
         from dataclasses import asdict
@@ -50,8 +52,9 @@ def publish(
     Example: timm-knapsack publish resnet18-half me/resnet18-half --dry-run
     """
     from ..hub import push_to_hub
+    from ..model_source import saved_folder
 
-    sent = push_to_hub(folder, repo_id, private=private, tag=tag, commit_message=message, dry_run=dry_run)
+    sent = push_to_hub(saved_folder(folder), repo_id, private=private, tag=tag, commit_message=message, dry_run=dry_run)
     if as_json:
         console.print_json(
             {"repo_id": sent.repo_id, "files": sent.files, "url": sent.url, "private": sent.private, "tag": sent.tag}
