@@ -38,7 +38,7 @@ def paper_resnet50() -> ChannelConfig:
     import timm
     import torch
 
-    from timm_knapsack.channel_groups import find_channel_groups
+    from timm_knapsack.find_groups import find_channel_groups
     from timm_knapsack.slim import channel_config_of
 
     with torch.device("meta"):

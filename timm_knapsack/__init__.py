@@ -12,7 +12,7 @@ from .version import __version__  # noqa: E402
 
 # Public name → the module it lives in, in the order in which a user meets them.
 _HOME = {
-    "find_channel_groups": "channel_groups",
+    "find_channel_groups": "find_groups",
     "ChannelGroup": "channel_groups",
     "ChannelGroups": "channel_groups",
     "register_rule": "channel_rules",

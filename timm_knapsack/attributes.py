@@ -2,7 +2,7 @@
 
 While tracing, each size that a module's code passes to an op is noted with the axes it counts (`labels.Use`). A module
 attribute that holds this very number is taken for its source and follows the axes when they shrink. The dry run of
-``channel_groups`` catches what this can't see.
+``dry_run`` catches what this can't see.
 """
 
 import re

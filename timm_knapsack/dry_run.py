@@ -11,8 +11,10 @@ import numpy as np
 from torch import nn
 
 from .attributes import is_standard_layer
-from .channel_groups import Attribute, ChannelGroups, CostTerm, Count, first_line, fold, groups_of
+from .channel_groups import Attribute, ChannelGroups, CostTerm, Count, fold
 from .coupling import couple
+from .errors import first_line
+from .grouping import groups_of
 from .slim import kept_indices, slice_model
 from .tracing import Trace, run_trace
 

@@ -57,3 +57,8 @@ class TrainingError(KnapsackError):
 
 class HubError(KnapsackError):
     """A Hub upload or download that failed, with what to do about it."""
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}"[:300]

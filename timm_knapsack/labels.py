@@ -10,7 +10,7 @@ a batch, token or pixel axis; a dim of size 1 has no axes at all.
 
 Where a view splits a labelled axis (64 channels into 4 heads of 16), each new axis gets fresh labels, and a **split**
 remembers the relation. Which of the new axes carries the channels is decided after the trace, when it is known what
-became of each (``channel_groups`` does it).
+became of each (``coupling`` does it).
 """
 
 from dataclasses import dataclass, field

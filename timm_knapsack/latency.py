@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from .channel_groups import ChannelGroups, find_channel_groups
+from .channel_groups import ChannelGroups
 from .errors import LatencyError
+from .find_groups import find_channel_groups
 from .latency_cost import LatencyCost
 from .latency_measurement import DISTURBED, Measurement
 from .latency_plan import find_timed_layers, group_steps

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from .budget import Budget
 from .channel_config import ChannelConfig
-from .channel_groups import ChannelGroup, ChannelGroups, find_channel_groups
+from .channel_groups import ChannelGroup, ChannelGroups
 from .costs import Cost, count_macs, count_params, macs_cost, params_cost
 from .errors import BudgetError, KnapsackError
+from .find_groups import find_channel_groups
 from .latency_cost import TimeLine
 from .slim import channel_config_of, kept_indices, slice_model
 from .taylor_scores import check_scores, model_name, taylor_scores

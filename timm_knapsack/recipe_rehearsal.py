@@ -69,7 +69,7 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
 @lru_cache(maxsize=2)
 def _base(name: str, args: tuple) -> tuple[Any, Any]:
     """Model and groups; several recipes prune the same network."""
-    from .channel_groups import find_channel_groups
+    from .find_groups import find_channel_groups
 
     model = ModelSource(name, pretrained=False, args=dict(args)).load()
     return model, find_channel_groups(model)

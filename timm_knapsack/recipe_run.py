@@ -85,7 +85,7 @@ class _Run:
     @property
     def groups(self):
         if self._groups is None:
-            from .channel_groups import find_channel_groups
+            from .find_groups import find_channel_groups
 
             self._groups = find_channel_groups(self.base)
         return self._groups

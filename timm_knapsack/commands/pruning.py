@@ -35,7 +35,7 @@ def groups(model: ModelArgument, model_args: ModelArgOption = None, as_json: Jso
     """
     from rich.table import Table
 
-    from ..channel_groups import find_channel_groups
+    from ..find_groups import find_channel_groups
     from ..report_numbers import human
 
     found = find_channel_groups(console.model_source(model, False, None, model_args).on_meta())
@@ -85,7 +85,7 @@ def score(
 
     Example: timm-knapsack score resnet18 --no-pretrained --criterion magnitude --out scores.safetensors
     """
-    from ..channel_groups import find_channel_groups
+    from ..find_groups import find_channel_groups
 
     where = console.choose_device(device)
     console.check_writable(Path(out).parent)
@@ -215,7 +215,7 @@ def prune(
     Example: timm-knapsack prune resnet18 --no-pretrained --criterion magnitude --budget macs=0.5 --out resnet18-half
     """
     from ..budget import Budget
-    from ..channel_groups import find_channel_groups
+    from ..find_groups import find_channel_groups
     from ..latency import LatencyTable
     from ..pruning import prune as prune_model
     from ..taylor_scores import Scores
