@@ -246,7 +246,6 @@ class Labels:
                 self.use(size_of(first) * size_of(second), (*first, *second))
         return result
 
-
     def _without_labels(self, axes: list[Axis], at: int, shape: list[int]) -> list[Axis]:
         """The axes, with those frozen and merged that a cut across axis ``at`` concerns; no others.
 

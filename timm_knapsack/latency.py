@@ -25,14 +25,8 @@ from .find_groups import find_channel_groups
 from .latency_cost import LatencyCost
 from .latency_measurement import DISTURBED, Measurement
 from .latency_plan import find_timed_layers, group_steps
-from .layer_timing import (  # noqa: F401  (the public names of this module)
-    Comparison,
-    Conditions,
-    Latency,
-    compare_latency,
-    device_name,
-    measure_latency,
-)
+from .layer_timing import Conditions, device_name
+from .network_timing import Comparison, Latency, compare_latency, measure_latency  # noqa: F401  (public names)
 from .time_surface import Surface, fit_surface
 from .version import __version__
 

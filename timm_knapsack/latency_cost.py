@@ -8,7 +8,8 @@ from torch import nn
 
 from .channel_groups import Count
 from .costs import Cost
-from .layer_timing import Comparison, Conditions, LayerTimer, compare_under
+from .layer_timing import Conditions, LayerTimer
+from .network_timing import Comparison, compare_under
 from .time_surface import Surface
 
 

@@ -92,7 +92,7 @@ def quickstart(
 
     from .commands.saving import save_run
     from .image_data import create_loader
-    from .layer_timing import compare_latency
+    from .network_timing import compare_latency
     from .report import write_report
     from .run_record import RunRecord
 
