@@ -17,15 +17,12 @@ import shlex
 import sys
 import time
 from datetime import datetime, timezone
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from real_networks import NETWORKS
 from torch import nn
 
 import timm_knapsack as tk
-from timm_knapsack import cifar_resnet  # noqa: F401  (registers the models)
-from timm_knapsack.image_data import create_loader
 
 import timm  # isort: skip  (timm_knapsack first: it makes this import work without torchvision's operators)
 
@@ -108,55 +105,43 @@ def compare(title, model, score_loader, norm_loader, test_loader, fraction):
     )
 
 
-def resnet56(args):
-    model = timm.create_model("cifar_resnet56").eval()
-    model.load_state_dict(load_file(args.data / "weights/resnet56.cifar10.safetensors"), strict=True)
-    train, test = ({"split": split} for split in ("train", "test"))
+def cifar(args):
+    network = NETWORKS["resnet56"]()
     return compare(
         f"ResNet-56, CIFAR-10, {args.fraction:.0%} of the MACs",
-        model,
-        create_loader(args.cifar, model, batch_size=64, limit=args.score_images, seed=1, **train),
-        create_loader(args.cifar, model, batch_size=128, limit=1024, seed=2, **train),
-        create_loader(args.cifar, model, batch_size=250, limit=args.cifar_images, **test),
+        network.model,
+        network.train(batch_size=64, limit=args.score_images, seed=1),
+        network.train(batch_size=128, limit=1024, seed=2),
+        network.test(batch_size=250, limit=args.cifar_images),
         args.fraction,
     )
 
 
-def resnet50(args):
-    model = timm.create_model("resnet50").eval()
-    state = load_file(args.data / "weights/resnet50_v1.in1k.fp16.safetensors")
-    model.load_state_dict(state, strict=True)  # copied into float32
-    for stage in (model.layer2, model.layer3, model.layer4):  # version 1 has its strides in the first conv
-        stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
-    mean = tuple(value / 255 for value in (123.68, 116.779, 103.939))
-    data = {"input_size": (3, 224, 224), "mean": mean, "std": (0.229, 0.224, 0.225), "crop_pct": 0.875}
-    data = {**data, "interpolation": "bicubic", "num_classes": 1000}
-    calibration, validation = args.data / "imagenet_calibration", args.data / "imagenet_val"
+def imagenet(args):
+    network = NETWORKS["resnet50"]()
     return compare(
         f"ResNet-50 v1, ImageNet, 224 px, {args.fraction:.0%} of the MACs",
-        model,
-        create_loader(calibration, data, batch_size=16, limit=args.score_images // 4, seed=1),
-        create_loader(calibration, data, batch_size=64, limit=1000, shuffle=True, drop_last=True, seed=2),
-        create_loader(validation, data, batch_size=50, limit=args.imagenet_images),
+        network.model,
+        network.train(batch_size=16, limit=args.score_images // 4, seed=1),
+        network.train(batch_size=64, limit=1000, shuffle=True, drop_last=True, seed=2),
+        network.test(batch_size=50, limit=args.imagenet_images),
         args.fraction,
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=Path("/work/shared/data"))
-    parser.add_argument("--cifar", type=Path, default=Path("~/.cache/timm-knapsack/cifar10").expanduser())
     parser.add_argument("--fraction", type=float, default=0.5)
     parser.add_argument("--score-images", type=int, default=1024, help="for CIFAR; a quarter of it for ImageNet")
     parser.add_argument("--cifar-images", type=int, default=2000)
     parser.add_argument("--imagenet-images", type=int, default=500)
-    parser.add_argument("--only", choices=("resnet56", "resnet50"))
+    parser.add_argument("--only", choices=("cifar", "imagenet"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"$ python {shlex.join(sys.argv)}")
     print(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}, timm {timm.__version__}")
     print(f"one thread; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    good = [run(args) for run in (resnet56, resnet50) if args.only in (None, run.__name__)]
+    good = [run(args) for run in (cifar, imagenet) if args.only in (None, run.__name__)]
     return int(not all(good))
 
 

@@ -15,11 +15,11 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-import timm_knapsack as tk  # isort: skip  (before timm)
 import torch
-from recovery import CIFAR, resnet56
+from real_networks import CIFAR, resnet56
 from safetensors.torch import load_file, save_file
 
+import timm_knapsack as tk
 from timm_knapsack.evaluation import evaluate
 from timm_knapsack.image_data import create_loader
 from timm_knapsack.recovery import recover_layers
@@ -33,14 +33,15 @@ LOSSES = {  # λ_KD, λ_IKD
 
 def recovered_student(work: Path, images: int):
     """The starting point of every run, made once: scored, pruned to 50 % of the MACs, rebuilt in closed form."""
-    teacher, source, split, *_ = resnet56()
+    network = resnet56()
+    teacher = network.model
     groups = tk.find_channel_groups(teacher)
     keep_path, weights_path = work / "keep.json", work / "recovered.safetensors"
     if not weights_path.exists():
-        scoring = create_loader(source, teacher, split=split, batch_size=16, limit=2048)
+        scoring = network.train(batch_size=16, limit=2048)
         scores = tk.taylor_scores(teacher, groups, scoring, criterion="taylor_bn")
         result = tk.prune(teacher, scores=scores, budget=tk.Budget(macs=0.5), groups=groups, ignore=":streams")
-        recover_layers(result.model, teacher, create_loader(source, teacher, split=split, batch_size=64, limit=images))
+        recover_layers(result.model, teacher, network.train(batch_size=64, limit=images))
         work.mkdir(parents=True, exist_ok=True)
         keep_path.write_text(json.dumps({name: [int(i) for i in kept] for name, kept in result.keep.items()}))
         save_file({k: v.contiguous() for k, v in result.model.state_dict().items()}, weights_path)
@@ -71,7 +72,7 @@ def main() -> None:
                 file.write(line + "\n")
 
     teacher, recovered, share = recovered_student(options.work, options.images)
-    test = create_loader(str(CIFAR), teacher, split="test", batch_size=100)
+    test = create_loader(CIFAR, teacher, split="test", batch_size=100)
     say(f"$ python benchmarks/finetune_cifar10.py {' '.join(sys.argv[1:])}")
     start = evaluate(recovered, test)["top1"]
     base = evaluate(teacher, test)["top1"]
@@ -94,7 +95,7 @@ def main() -> None:
                 progress=False,
             )
             train = create_loader(
-                str(CIFAR),
+                CIFAR,
                 teacher,
                 split="train",
                 batch_size=128,

@@ -22,53 +22,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from real_networks import NETWORKS
 
 import timm_knapsack as tk
-from timm_knapsack.cifar_resnet import CifarResNet  # noqa: F401  (registers the models)
 from timm_knapsack.costs import Cost
-from timm_knapsack.image_data import create_loader
 from timm_knapsack.latency import LatencyTable, compare_latency, device_name
 from timm_knapsack.latency_plan import find_timed_layers
 from timm_knapsack.width_search import ladder, search_widths
 
-import timm  # isort: skip
-
-SHARED = Path("/work/shared/data")
+SETTINGS = {"resnet50": (1, 128, 16), "lite0": (1, 128, 16), "resnet56": (32, 256, 64)}  # batch; scored images, batch
 BUDGETS = {
     "latency": (0.8, 0.65, 0.5),
     "macs": (0.75, 0.55, 0.4, 0.28),
     "macs/8": (0.75, 0.55, 0.4, 0.28),
     "linear time": (0.9, 0.75, 0.6, 0.45),
 }
-
-
-def resnet50_v1():
-    model = timm.create_model("resnet50")
-    weights = load_file(SHARED / "weights/resnet50_v1.in1k.fp16.safetensors")
-    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-    for stage in (model.layer2, model.layer3, model.layer4):  # v1: the stride is in the 1×1 conv
-        stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
-    mean = (123.68 / 255, 116.779 / 255, 103.939 / 255)
-    data = {"input_size": (3, 224, 224), "mean": mean, "std": (0.229, 0.224, 0.225)}
-    loader = create_loader(SHARED / "imagenet_calibration", data, batch_size=16, limit=128, num_classes=1000)
-    return model.eval(), loader, 1
-
-
-def efficientnet_lite0():
-    model = timm.create_model("tf_efficientnet_lite0")
-    model.load_state_dict(load_file(SHARED / "weights/tf_efficientnet_lite0.in1k.safetensors"))
-    return model.eval(), create_loader(SHARED / "imagenet_calibration", model, batch_size=16, limit=128), 1
-
-
-def resnet56():
-    model = timm.create_model("cifar_resnet56")
-    model.load_state_dict(load_file(SHARED / "weights/resnet56.cifar10.safetensors"))
-    data = Path("~/.cache/timm-knapsack/cifar10").expanduser()
-    return model.eval(), create_loader(data, model, split="train", batch_size=64, limit=256), 32
-
-
-NETWORKS = {"resnet50_v1": resnet50_v1, "efficientnet_lite0": efficientnet_lite0, "cifar_resnet56": resnet56}
 
 
 class LinearTime(Cost):
@@ -106,7 +74,7 @@ def linear_keep(groups, scores, time, fraction):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parser.add_argument("--networks", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--timer", default="wall", help="thread: CPU time, with --threads 1, on a busy machine")
     parser.add_argument("--table-seconds", type=float, default=150)
@@ -132,12 +100,13 @@ def main():
 
 def compare(name, args, write):
     torch.manual_seed(0)
-    model, loader, batch_size = NETWORKS[name]()
+    network, (batch_size, images, score_batch) = NETWORKS[name](), SETTINGS[name]
+    model, loader = network.model, network.train(batch_size=score_batch, limit=images)
     groups = tk.find_channel_groups(model)
-    saved = args.cache / f"{name}-scores.pt"
+    saved = args.cache / f"{name}-scores.safetensors"
     if not saved.exists():
-        torch.save(dict(tk.taylor_scores(model, groups, loader)), saved)
-    scores = torch.load(saved)
+        tk.taylor_scores(model, groups, loader).save(saved)
+    scores = tk.Scores.load(saved, groups)
     total = float(sum(values.sum() for values in scores.values()))
     options = {"batch_size": batch_size, "timer": args.timer, "max_seconds": args.table_seconds, "progress": True}
     path = args.cache / f"{name}-b{batch_size}-t{args.threads}-{args.timer}.json"

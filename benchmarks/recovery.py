@@ -14,55 +14,18 @@ import os
 import sys
 import time
 from datetime import datetime, timezone
-from pathlib import Path
 
-import timm_knapsack as tk  # isort: skip  (before timm)
-import timm
 import torch
-from safetensors.torch import load_file
+from real_networks import NETWORKS
 
+import timm_knapsack as tk
 from timm_knapsack.evaluation import evaluate
-from timm_knapsack.image_data import create_loader
 from timm_knapsack.recovery import recover_layers, reestimate_batchnorm
-
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-CIFAR = Path(os.environ.get("CIFAR10", "~/.cache/timm-knapsack/cifar10")).expanduser()
-
-
-def resnet56():
-    net = timm.create_model("cifar_resnet56")
-    net.load_state_dict(load_file(SHARED / "weights/resnet56.cifar10.safetensors"))
-    return net.eval(), str(CIFAR), "train", str(CIFAR), "test", {}
-
-
-def lite0():
-    net = timm.create_model("tf_efficientnet_lite0")
-    net.load_state_dict(load_file(SHARED / "weights/tf_efficientnet_lite0.in1k.safetensors"))
-    return net.eval(), str(SHARED / "imagenet_calibration"), "train", str(SHARED / "imagenet_val"), "test", {}
-
-
-def resnet50():
-    """The v1 network: strides sit in the first conv of a stage; preprocessing as in facts.md."""
-    net = timm.create_model("resnet50")
-    for layer in (net.layer2, net.layer3, net.layer4):
-        layer[0].conv1.stride, layer[0].conv2.stride = (2, 2), (1, 1)
-    weights = load_file(SHARED / "weights/resnet50_v1.in1k.fp16.safetensors")
-    net.load_state_dict(
-        {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
-    )
-    net.pretrained_cfg = {
-        **net.pretrained_cfg,
-        "mean": (123.68 / 255, 116.779 / 255, 103.939 / 255),
-        "std": (0.229, 0.224, 0.225),
-        "input_size": (3, 224, 224),
-        "crop_pct": 0.875,
-    }
-    return net.eval(), str(SHARED / "imagenet_calibration"), "train", str(SHARED / "imagenet_val"), "test", {}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nets", nargs="+", default=["resnet56", "lite0", "resnet50"])
+    parser.add_argument("--nets", nargs="+", choices=NETWORKS, default=["resnet56", "lite0", "resnet50"])
     parser.add_argument("--macs", nargs="+", type=float, default=[0.7, 0.5])
     parser.add_argument("--images", type=int, default=1024)
     parser.add_argument("--criterion", default="taylor_bn")
@@ -78,12 +41,10 @@ def main() -> None:
     print(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}, load {load:.1f} on 2 cores")
     print("net        asked  counted  test images  teacher    raw  BN only  recovered  lost  recovery s", flush=True)
     for name in options.nets:
-        teacher, source, split, test_source, test_split, _ = globals()[name]()
-        scoring = create_loader(
-            source, teacher, split=split, batch_size=options.score_batch, limit=options.score_images
-        )
-        calibration = create_loader(source, teacher, split=split, batch_size=64, limit=options.images)
-        test = create_loader(test_source, teacher, split=test_split, batch_size=100, limit=options.test)
+        network = NETWORKS[name]()
+        teacher, test = network.model, network.test(batch_size=100, limit=options.test)
+        scoring = network.train(batch_size=options.score_batch, limit=options.score_images)
+        calibration = network.train(batch_size=64, limit=options.images)
         base = evaluate(teacher, test)
         groups = tk.find_channel_groups(teacher)
         scores = tk.taylor_scores(teacher, groups, scoring, criterion=options.criterion)
