@@ -11,6 +11,7 @@ from torch import nn
 
 import timm_knapsack as tk
 from timm_knapsack.errors import KnapsackError, TraceError
+from timm_knapsack.tracing import example_input
 
 
 def groups_of(model, shape=(1, 3, 8, 8)):
@@ -186,6 +187,13 @@ def test_timm_models_say_their_own_input_size():
         image_size = timm.create_model("vit_tiny_patch16_224", img_size=64)
     assert tk.find_channel_groups(model).input_shape == (1, 1, 224, 224)
     assert tk.find_channel_groups(image_size).input_shape == (1, 3, 64, 64)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_stem_that_folds_pixels_into_channels_takes_ordinary_images(channels):
+    with torch.device("meta"):
+        model = timm.create_model("tresnet_m", in_chans=channels)
+    assert example_input(model) == (1, channels, 224, 224)
 
 
 @pytest.mark.parametrize("kept, expected", [([6, 8, 5], None), ([1, 1, 1], "least"), ([3, 8, 5], "some")])

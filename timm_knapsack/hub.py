@@ -209,7 +209,7 @@ def _check_rebuilds(model: nn.Module, config: ChannelConfig, state: Mapping[str,
             f"{error} The base must be a model that timm.create_model knows: register yours with "
             "timm.models.register_model"
         ) from None
-    args = model_args_of(model, config)
+    args = model_args_of(model)
     rebuilt = resized(base_on_meta(config, {**config.base_args, **args}), config)
     wrong = mismatches(state, rebuilt)
     if wrong:

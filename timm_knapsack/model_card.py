@@ -107,7 +107,7 @@ def counted_costs(config: ChannelConfig, model=None) -> list[dict[str, Any]]:
     from .costs import count_macs, count_params
     from .rebuild import base_on_meta, model_args_of, resized
 
-    base = base_on_meta(config, {**config.base_args, **(model_args_of(model, config) if model is not None else {})})
+    base = base_on_meta(config, {**config.base_args, **(model_args_of(model) if model is not None else {})})
     slim = resized(base, config) if model is None else model
     return [
         {"name": "macs", "unit": "MACs", "original": count_macs(base), "counted": count_macs(slim)},

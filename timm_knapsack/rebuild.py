@@ -212,18 +212,17 @@ def base_on_meta(config: ChannelConfig, kwargs: Mapping[str, Any] | None = None)
         ) from error
 
 
-def model_args_of(model: nn.Module, config: ChannelConfig) -> dict[str, int]:
+def model_args_of(model: nn.Module) -> dict[str, int]:
     """``num_classes`` and ``in_chans`` as the model has them now, for ``timm.create_model`` of its base."""
-    from .tracing import first_conv_channels
+    from .tracing import image_channels
 
     args = {}
     if isinstance(getattr(model, "num_classes", None), int):
         args["num_classes"] = model.num_classes
     cfg = getattr(model, "pretrained_cfg", None) or {}
-    usual, now = (cfg.get("input_size") or (3,))[0], first_conv_channels(model)
-    if now is not None and now != usual:  # a stem that folds pixels into channels has a multiple of the image's
-        folded = first_conv_channels(base_on_meta(config, {**config.base_args, "in_chans": usual})) or usual
-        args["in_chans"] = usual * now // folded
+    usual, now = (cfg.get("input_size") or (3,))[0], image_channels(model)
+    if now is not None and now != usual:
+        args["in_chans"] = now
     return args
 
 

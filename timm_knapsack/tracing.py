@@ -253,7 +253,7 @@ def example_input(model: nn.Module, input_size=None, batch_size: int = 1) -> tup
             "(or input_size=(3, 224, 224)) with the size it expects"
         )
     size = tuple(int(n) for n in input_size)
-    channels = first_conv_channels(model)
+    channels = image_channels(model)
     if channels is not None and size[0] != channels:
         size = (channels, *size[1:])
     return (batch_size, *size)
@@ -264,8 +264,11 @@ def example_dtype(model: nn.Module) -> torch.dtype:
     return next((tensor.dtype for _, tensor in named_tensors(model) if tensor.is_floating_point()), torch.float32)
 
 
-def first_conv_channels(model: nn.Module) -> int | None:
-    """Input channels of a timm model's first conv, for models created with another ``in_chans``."""
+def image_channels(model: nn.Module) -> int | None:
+    """Channels of the images that a timm model takes, for models created with another ``in_chans``: by its first conv.
+
+    A stem that folds blocks of pixels into channels (TResNet) has its first conv behind that.
+    """
     config = getattr(model, "pretrained_cfg", None)
     name = config.get("first_conv") if isinstance(config, Mapping) else None
     if not name:
@@ -275,7 +278,10 @@ def first_conv_channels(model: nn.Module) -> int | None:
         layer = model.get_submodule(name)
     except AttributeError:
         return None
-    return getattr(layer, "in_channels", None) if isinstance(layer, nn.Conv2d) else None
+    if not isinstance(layer, nn.Conv2d):
+        return None
+    folds = [getattr(module, "bs", 1) ** 2 for module in model.modules() if type(module).__name__ == "SpaceToDepth"]
+    return layer.in_channels // max(folds, default=1)
 
 
 def inputs_like(example_inputs, device) -> tuple:
