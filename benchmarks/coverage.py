@@ -1,6 +1,7 @@
 """Every timm family through trace, prune, oracle and round trip: writes benchmarks/coverage.csv and docs/coverage.md.
 
 usage: python benchmarks/coverage.py [--models NAME …] [--list FILE] [--families] [--jobs 2] [--timeout 900] [--out CSV]
+       python benchmarks/coverage.py --models NAME … --update       (replaces these rows of the table)
 
 By default one model of each timm model file: the list in ../shared/data/timm_families.txt where it is there, else the
 smallest model of every module of the installed timm (--families forces this). Each model runs in a process of its own.
@@ -191,7 +192,7 @@ def table(rows: list[dict], command: str) -> str:
         "",
         f"One model of each timm model file: {covered} of {len(rows)} prune to at most {FLOOR:.0%} of their MACs and",
         f"pass every check; {crashed} crash or come out wrong. Made by `{command}` on {date.today()}; the checks are",
-        "described at the top of that file. *removable*: share of the MACs that goes when every group keeps a single",
+        "described at the top of benchmarks/coverage.py. *removable*: share of the MACs that goes when every group keeps a single",
         "unit. *oracle*: largest relative difference between the slim model and the masked one, in float64; none where",
         "a norm runs across every group (masked is not the same as removed there).",
         "",
@@ -218,6 +219,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*")
     parser.add_argument("--list", default=str(ROOT.parent / "shared/data/timm_families.txt"))
     parser.add_argument("--families", action="store_true")
+    parser.add_argument("--update", action="store_true", help="replace the rows of --models, keep the others")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--out", default=str(ROOT / "benchmarks/coverage.csv"))
@@ -233,11 +235,14 @@ def main() -> None:
     else:
         names = smallest_of_each_family()
     rows: dict[str, dict] = {}
+    if options.update:
+        with open(options.out, newline="") as file:
+            rows = {row["model"]: row for row in csv.DictReader(file)}
     with ThreadPoolExecutor(options.jobs) as pool:
-        for row in pool.map(lambda name: run(name, options.timeout), names):
+        for number, row in enumerate(pool.map(lambda name: run(name, options.timeout), names), 1):
             rows[row["model"]] = row
             print(
-                f"{len(rows):>4}/{len(names)} {row['model']:<40} {row['status']:<7} left {row.get('macs_left', '')} "
+                f"{number:>4}/{len(names)} {row['model']:<40} {row['status']:<7} left {row.get('macs_left', '')} "
                 f"oracle {row.get('oracle', '')} {row.get('total_s', '')} s {row.get('error', '')}",
                 flush=True,
             )
@@ -246,8 +251,8 @@ def main() -> None:
                 writer.writeheader()
                 writer.writerows(rows.values())
     done = list(rows.values())
-    if options.out == parser.get_default("out") and not options.models:
-        (ROOT / "docs/coverage.md").write_text(table(done, "python benchmarks/coverage.py"))
+    if options.out == parser.get_default("out") and (options.update or not options.models):
+        (ROOT / "docs/coverage.md").write_text(table(done, "make sweep"))
     bad = [row["model"] for row in done if row["status"] in ("crash", "wrong")]
     print(f"{sum(row['status'] == 'pass' for row in done)} of {len(done)} pass; wrong or crashed: {bad or 'none'}")
 
