@@ -1,6 +1,6 @@
 """At equal measured time, which budget keeps more importance? At equal importance, which network is faster?
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/latency_vs_macs.py --out benchmarks/results/latency_vs_macs.txt
+    python benchmarks/latency_vs_macs.py --out benchmarks/results/latency_vs_macs.txt
 
 Networks with real weights, Taylor scores on real images. Four ways to prune, several budgets each, all networks and the
 original measured in turns in one run:
