@@ -1,7 +1,8 @@
 """Images per second and peak memory of taylor_scores beside a plain forward + backward loop over the same batches.
 
-Speed: both in one process, turn by turn, the median of the turns' ratios. Memory: the peak resident size (ru_maxrss) of
-a fresh process for each, less that of a process that only builds model, groups and data.
+Speed: both in one process, turn by turn, the median of the turns' ratios. Memory: the peak resident size of a fresh
+process for each (VmHWM of Linux; ru_maxrss would begin with the parent's), less that of a process that only builds
+model, groups and data.
 
     python benchmarks/scoring_speed.py | tee benchmarks/results/scoring_speed.txt
 
@@ -10,13 +11,14 @@ Exits with 1 if taylor_scores runs at less than 0.9 × the images/s, or takes mo
 
 import argparse
 import os
-import resource
+import re
 import shlex
 import statistics
 import subprocess
 import sys
 import time
 from datetime import datetime, timezone
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -88,7 +90,8 @@ def main() -> int:
     if args.measure:
         way, name, batch_size, pixels = args.measure
         WAYS[way](*setting(name, int(batch_size), int(pixels)))
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        status = Path("/proc/self/status").read_text()
+        print(int(re.search(r"VmHWM:\s*(\d+)", status)[1]) / 1024)
         return 0
     print(f"$ python {shlex.join(sys.argv)}")
     print(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}, timm {timm.__version__}")

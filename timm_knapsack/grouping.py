@@ -95,7 +95,7 @@ def _parts(component, column_of, index_of, group_of) -> dict[tuple[int, int], np
     group, column_of, index_of, component = (a[order] for a in (group, column_of, index_of, component))
     starts = np.flatnonzero(np.r_[True, (np.diff(group) != 0) | (np.diff(column_of) != 0)])
     for start, stop in zip(starts, [*starts[1:], group.size], strict=True):
-        units = np.unique(component[start:stop]).size
+        units = np.count_nonzero(np.diff(component[start:stop])) + 1  # they are sorted
         result[int(group[start]), int(column_of[start])] = index_of[start:stop].reshape(units, -1)
     return result
 

@@ -182,7 +182,8 @@ def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
     for module in model.modules():
         for name, value in vars(module).items():
             if name in _HOOKS:
-                memo[id(value)] = _lasting_hooks(value)  # not copied at all: they may hold anything
+                if value:
+                    memo[id(value)] = _lasting_hooks(value)  # not copied at all: they may hold anything
             elif not name.startswith("_"):  # plain tensor attributes, and caches of them, go where the parameters go
                 found = tree_flatten(value)[0] if isinstance(value, (dict, list, tuple)) else (value,)
                 for tensor in found:
