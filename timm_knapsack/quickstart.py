@@ -63,7 +63,7 @@ def quickstart(
     model_name: str = MODEL,
     model_args: dict[str, Any] | None = None,
     base_epochs: int = 8,
-    tune_epochs: int = 5,
+    tune_epochs: int = 8,
     sweep: bool = True,
     say: Callable[[str], Any] = print,
 ) -> dict[str, Any]:
