@@ -254,7 +254,7 @@ def test_a_fault_of_ours_is_one_line_and_debug_shows_the_trace(user, monkeypatch
     def broken(*args, **kwargs):
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr("timm_knapsack.channel_groups.find_channel_groups", broken)
+    monkeypatch.setattr("timm_knapsack.find_groups.find_channel_groups", broken)
     check(user("groups cifar_resnet20"), "--debug", code=1)
     code, _, err = user("groups cifar_resnet20 --debug")
     assert code == 1 and "Traceback" in err

@@ -111,3 +111,25 @@ def test_the_comparison_with_torch_can_fail():
     groups = tk.find_channel_groups(SkipConnections(), torch.empty(IMAGE))
     slim = slice_model(SkipConnections(), groups, {"stem": [0, 1]})
     assert groups.macs([3, 8, 5]) != torch_macs(slim, IMAGE) == groups.macs([2, 8, 5])
+
+
+class AsksAndAttends(nn.Module):
+    """Looks at a value, so that it can't run on the meta device, and uses fused attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.pretrained_cfg = {"input_size": (3, 4, 4)}
+        self.embed, self.fc = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.embed(x.flatten(2).transpose(1, 2))
+        if x.isnan().any():
+            x = x.nan_to_num()
+        x = x.unsqueeze(1)
+        return self.fc(nn.functional.scaled_dot_product_attention(x, x, x).mean((1, 2)))
+
+
+def test_attention_counts_in_a_model_that_asks_for_values_too():
+    expected = 16 * 3 * 8 + 2 * 16 * 16 * 8 + 8 * 2
+    assert tk.count_macs(AsksAndAttends()) == expected
+    assert tk.find_channel_groups(AsksAndAttends()).macs() == expected

@@ -105,11 +105,14 @@ def count_macs(model: nn.Module, input_size=None) -> int:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             shadow(*inputs_like(example, "meta"))
     except RuntimeError:  # a model that asks for values can't run on the meta device
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
         from .tracing import copy_with
 
         real = copy_with(model, lambda _, t: torch.zeros_like(t, device="cpu") if t.is_meta else t).eval()
         device = next((t.device for _, t in named_tensors(real)), torch.device("cpu"))
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        # attention taken apart, as on the meta device: torch has no formula for the CPU's fused one
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             real(torch.zeros_like(example, device=device))
     return counter.get_total_flops() // 2
 
