@@ -47,7 +47,7 @@ def seconds_per_epoch(loader, batches: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--weights", type=Path, default=Path("/work/shared/data/weights"))
+    parser.add_argument("--weights", type=Path, default=Path(__file__).resolve().parents[2] / "shared/data/weights")
     parser.add_argument("--data", type=Path, default=Path("~/.cache/timm-knapsack/cifar10").expanduser())
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
