@@ -1,4 +1,4 @@
-"""Does the time of a network depend on what malloc did before? Page faults and time of a pass, heap as it comes or kept.
+"""Does the time of a net depend on what malloc did before? Page faults and time of a pass, heap as it comes or kept.
 
     python benchmarks/page_faults.py [--model efficientnet_b0] [--rounds 40]
 
