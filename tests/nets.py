@@ -466,7 +466,6 @@ class PatchesMerged(nn.Module):
         return self.fc(self.reduce(self.norm(x)).mean((1, 2)))
 
 
-
 @net(embed=4, mlp__0=5)
 class WidthsReadOffTheInput(nn.Module):
     """The same index of each of two heads goes, in the stream and in the heads alike."""

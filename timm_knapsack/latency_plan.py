@@ -109,13 +109,14 @@ def _describe(module: nn.Module, shape, input_shape) -> str:
 
 
 def stairs_plan(groups: ChannelGroups) -> list[list[int]]:
-    """Copies whose widths differ by a few channels: groups of single channels only, near 5/8 of their size."""
+    """Copies whose widths differ by a few channels: groups of 32 single channels or more, near 5/8 of their size."""
     plan = []
     for offset in STAIR_OFFSETS:
         counts = []
         for group in groups:
-            middle = group.size * 5 // 8 // 16 * 16
-            counts.append(middle + offset if _channels_per_unit(group) == 1 and middle >= 32 else group.size)
+            middle = max(group.size * 5 // 8 // 16 * 16, 32)
+            moves = _channels_per_unit(group) == 1 and middle <= group.size
+            counts.append(middle + offset if moves else group.size)
         plan.append(counts)
     return plan
 
@@ -173,7 +174,7 @@ def group_steps(groups: ChannelGroups, layers: Sequence[TimedLayer], stairs: Map
             for g, channels in width.units:
                 step = stairs.get(layer.kind, 1)
                 wanted[g] = max(wanted[g], step // int(np.gcd(step, channels)))
-    return [step if group.size >= 4 * step else 1 for group, step in zip(groups, wanted, strict=True)]
+    return [step if group.size >= 2 * step else 1 for group, step in zip(groups, wanted, strict=True)]
 
 
 def _channels_per_unit(group) -> int:
