@@ -103,7 +103,7 @@ class Measurement:
         return errors
 
     def _stairs(self, copies: list[list[int]]) -> dict[str, int]:
-        """The stairs of each kind of layer, from the sums of the layers of that kind whose widths all move."""
+        """The stairs of each kind of layer, from the sums of the layers of that kind that have a width that moves."""
         speeds = self.table.speeds()
         found = {}
         for kind in dict.fromkeys(layer.kind for layer in self.layers):
@@ -111,8 +111,7 @@ class Measurement:
                 i
                 for i, layer in enumerate(self.layers)
                 if layer.kind == kind
-                and all(w.at(copies[0]) != w.at(copies[-1]) for w in layer.widths if w.units)
-                and any(w.units for w in layer.widths)
+                and any(width.at(copies[0]) != width.at(copies[-1]) for width in layer.widths)
             ]
             pairs = [
                 (STAIR_OFFSETS[visit["copy"]], speed, sum(visit["layers"][i + 1] for i in members) / speed)
