@@ -167,14 +167,21 @@ def _colours(layers: Sequence[TimedLayer], groups: int) -> list[int]:
 
 
 def group_steps(groups: ChannelGroups, layers: Sequence[TimedLayer], stairs: Mapping[str, int]) -> list[int]:
-    """Units of each group that the device takes together, given the stairs of each kind of layer in channels."""
+    """Units of each group that the device takes together, given the stairs of each kind of layer in channels.
+
+    Narrow groups get half or a quarter of a stair, four steps at least: they still see the stair, and what lies below
+    the first one.
+    """
     wanted = [1] * len(groups)
     for layer in layers:
         for width in layer.widths:
             for g, channels in width.units:
                 step = stairs.get(layer.kind, 1)
                 wanted[g] = max(wanted[g], step // int(np.gcd(step, channels)))
-    return [step if group.size >= 2 * step else 1 for group, step in zip(groups, wanted, strict=True)]
+    for g, group in enumerate(groups):
+        while wanted[g] > 1 and group.size < 4 * wanted[g]:
+            wanted[g] //= 2
+    return wanted
 
 
 def _channels_per_unit(group) -> int:
