@@ -7,6 +7,7 @@ compared. Allocators made for servers (jemalloc, tcmalloc) keep the memory; so d
 """
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,7 +30,7 @@ def memory_kept() -> Iterator[None]:
         ...     pass
     """
     global _depth
-    libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if not hasattr(libc, "gnu_get_libc_version"):
         yield
         return
