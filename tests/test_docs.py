@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import timm
 from safetensors.torch import save_file
 
@@ -52,8 +53,11 @@ def test_the_shell_blocks_of_the_readme_run_in_order(tmp_path):
     assert (tmp_path / "digits-again" / "model" / "model.safetensors").exists()
 
 
-def test_the_python_block_about_op_rules_runs(tmp_path):
-    done = run("\n".join(blocks(ROOT / "docs" / "op_rules.md", "python")), tmp_path)
+@pytest.mark.parametrize("page", ["op_rules", "latency"])
+def test_the_python_blocks_of_other_pages_run(page, tmp_path):
+    code = blocks(ROOT / "docs" / f"{page}.md", "python")
+    assert code
+    done = run("\n".join(code), tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -75,6 +75,7 @@ class LatencyPart:
     batch_size: int = 1
     half: bool = False
     channels_last: bool = False
+    compile: bool = False
     threads: int | None = None
     seconds: float = 180.0
 

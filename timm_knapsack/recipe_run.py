@@ -188,7 +188,7 @@ class _Run:
         model = self.base if part.device == "auto" else self.source.load().to(part.device)
         table = LatencyTable.measure(
             model, batch_size=part.batch_size, dtype=torch.float16 if part.half else None, threads=part.threads,
-            channels_last=part.channels_last or None, max_seconds=part.seconds,
+            channels_last=part.channels_last or None, compile=part.compile, max_seconds=part.seconds,
         )  # fmt: skip
         table.save(folder / "table.json")
 

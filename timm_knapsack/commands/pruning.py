@@ -132,6 +132,7 @@ def latency(
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     half: Annotated[bool, typer.Option(help="Measure in float16.")] = False,
     channels_last: Annotated[bool, typer.Option(help="Measure in channels_last memory format.")] = False,
+    compile: Annotated[bool, typer.Option(help="Measure the network as torch.compile makes it.")] = False,
     seconds: Annotated[float, typer.Option(help="Time to measure for, at most, about.")] = 180.0,
     model_args: ModelArgOption = None,
     as_json: JsonOption = False,
@@ -152,7 +153,7 @@ def latency(
     source = console.model_source(model, False, None, model_args)  # time does not depend on the weights' values
     network = source.load().to(where)
     options = {"batch_size": batch_size, "threads": threads, "channels_last": channels_last or None}
-    options["dtype"] = torch.float16 if half else None
+    options |= {"dtype": torch.float16 if half else None, "compile": compile}
     whole = measure_latency(network, max_seconds=min(10.0, seconds), **options)
     facts = {"model": model, "device": where, "batch_size": batch_size, "seconds": whole.median, "spread": whole.spread}
     facts["passes"] = len(whole.samples)
