@@ -23,6 +23,7 @@ class RealNetwork:
     train_images: Path
     test_images: Path
     train_split: str = "train"
+    bottlenecks: tuple[str, ...] = ()  # linear ones without a shortcut: what they lose, nothing behind them has
 
     def train(self, **options):
         """A loader of training images, without augmentation."""
@@ -42,7 +43,8 @@ def resnet56() -> RealNetwork:
 def lite0() -> RealNetwork:
     model = timm.create_model("tf_efficientnet_lite0")
     model.load_state_dict(load_file(SHARED / "weights/tf_efficientnet_lite0.in1k.safetensors"))
-    return RealNetwork(model.eval(), SHARED / "imagenet_calibration", SHARED / "imagenet_val")
+    bottlenecks = ("blocks.0.0.conv_pw", "blocks.6.0.conv_pwl")
+    return RealNetwork(model.eval(), SHARED / "imagenet_calibration", SHARED / "imagenet_val", bottlenecks=bottlenecks)
 
 
 def resnet50() -> RealNetwork:

@@ -1,11 +1,12 @@
 """Top-1 of pruned real networks: raw, after BN re-estimation, after closed-form recovery; no gradient step anywhere.
 
 usage: python benchmarks/recovery.py [--nets resnet56 lite0 resnet50] [--macs 0.7 0.5] [--images 1024] [--test N]
-       [--criterion taylor_bn] [--score-images 2048] [--score-batch 16]
+       [--criterion taylor_bn] [--score-images 2048] [--score-batch 16] [--min-keep 0.3]
 
 resnet56: CIFAR-10 (../shared/tools/get_cifar10.py), weights in ../shared/data/weights; scored on training images.
 lite0, resnet50: ImageNet weights in ../shared/data/weights; 1000 calibration and 1000 validation images beside them.
-Residual streams are left alone (--streams prunes them too), as in the paper.
+Residual streams are left alone (--streams prunes them too), as in the paper, and linear bottlenecks without a shortcut.
+Taylor scores add up: nothing in them says that the last channels of a layer are worth more. --min-keep does.
 """
 
 import argparse
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--test", type=int, help="test images; all by default")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--streams", action="store_true")
+    parser.add_argument("--min-keep", type=float, default=1, help="of each group: a fraction, or a count from 1")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"$ python benchmarks/recovery.py {' '.join(sys.argv[1:])}")
@@ -49,8 +51,9 @@ def main() -> None:
         groups = tk.find_channel_groups(teacher)
         scores = tk.taylor_scores(teacher, groups, scoring, criterion=options.criterion)
         for macs in options.macs:
-            ignore = () if options.streams else (":streams",)
-            result = tk.prune(teacher, scores=scores, budget=tk.Budget(macs=macs), groups=groups, ignore=ignore)
+            ignore = network.bottlenecks if options.streams else (":streams", *network.bottlenecks)
+            choice = {"ignore": ignore, "min_keep": options.min_keep}
+            result = tk.prune(teacher, scores=scores, budget=tk.Budget(macs=macs), groups=groups, **choice)
             line = result.report.line("macs")
             raw = evaluate(result.model, test)["top1"]
             normed = evaluate(reestimate_batchnorm(copy.deepcopy(result.model), calibration), test)["top1"]
