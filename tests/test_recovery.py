@@ -242,6 +242,22 @@ def test_playing_back_gives_what_a_full_run_gives():
         assert torch.allclose(replay.run(b, last)["until"], full[b], atol=1e-6)
 
 
+@pytest.mark.parametrize(("limit", "kept"), [(10**9, 0), (20_000, 1), (5_000, 2), (10, None)])
+def test_outputs_that_are_too_large_to_keep_are_made_again(limit, kept, monkeypatch):
+    monkeypatch.setattr("timm_knapsack.replay.MAX_CACHE_BYTES", limit)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Conv2d(width, 8, 3, 2 if i else 1, 1) for i, width in enumerate((3, 8, 8, 8)))).eval()
+    batches = [images(4), images(4, seed=3)]  # the first conv gives 65 kB, the second 16, the third 4
+    replay = Replay(net, batches)
+    full = [net(batch) for batch in batches]
+    for position in range(3):
+        replay.finish(net[position])
+        assert bool(replay.cached) == (kept is not None and position >= kept)
+    assert replay.honest
+    for batch, expected in enumerate(full):
+        assert torch.allclose(replay.run(batch, net[3])["until"], expected, atol=1e-6)
+
+
 def test_a_net_that_looks_back_is_not_played_back():
     class Dense(nn.Module):
         def __init__(self):

@@ -4,6 +4,7 @@ Layer-by-layer recovery runs the same images through the network once for each l
 finished segment kept for every batch, such a run costs one segment instead of the whole network.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-MAX_CACHE_BYTES = 10 * 2**30
+
+def _cache_bytes() -> int:
+    """What one network's kept outputs may take: an eighth of the machine, since there is a teacher too, and copies."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows
+        memory = 8 * 2**30
+    return min(memory // 8, 10 * 2**30)
+
+
+MAX_CACHE_BYTES = _cache_bytes()
 
 
 class _Reached(Exception):
@@ -31,6 +42,7 @@ class Replay:
         self.model, self.batches = model, batches
         self.cached: list[Any] | None = None
         self.finished: list[nn.Module] = []
+        self.too_large: list[nn.Module] = []  # finished too, since the last one that was kept
         self.honest = True
         self._shapes: dict[nn.Module, Any] = {}
 
@@ -85,20 +97,22 @@ class Replay:
                 del module.forward
 
     def finish(self, segment: nn.Module) -> None:
-        """Keep the segment's outputs; later runs start behind it."""
+        """Keep the segment's outputs; later runs start behind it. If they are too large, behind the one before."""
         if not self.honest:
             return
-        outputs, size = [], 0
-        for batch in range(len(self.batches)):
+        outputs = []
+        for batch, images in enumerate(self.batches):
             output = self.run(batch, segment)["until"]
-            size += sum(x.numel() * x.element_size() for x in tree_flatten(output)[0] if isinstance(x, Tensor))
-            if size > MAX_CACHE_BYTES:
-                self._give_up()
-                return
+            if not outputs:
+                self._shapes[segment] = tree_map(_shape_of, output)
+                share = sum(x.numel() * x.element_size() for x in tree_flatten(output)[0] if isinstance(x, Tensor))
+                if share / len(images) * sum(map(len, self.batches)) > MAX_CACHE_BYTES:
+                    self.too_large.append(segment)
+                    return
             outputs.append(output)
-        self._shapes[segment] = tree_map(_shape_of, outputs[0])
         self.cached = outputs
-        self.finished.append(segment)
+        self.finished += [*self.too_large, segment]
+        self.too_large = []
         if not self._same_as_full():
             self._give_up()
 
