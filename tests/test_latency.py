@@ -167,6 +167,22 @@ def test_networks_are_compared_in_turns_so_that_drift_cancels(model):
     assert abs(apart[1] / apart[0] / truth - 1) > 0.2  # what the turns are for
 
 
+def test_all_compared_networks_find_the_caches_alike(model, monkeypatch):
+    """If only the faster one ran once before it is timed, it would look faster than it is."""
+    half = Net(32, 48).eval()
+    monkeypatch.setattr("timm_knapsack.network_timing.SOON_FORGOTTEN", (true_seconds(half) + true_seconds(model)) / 2)
+
+    class Counting(Device):
+        def mark(self, module=None):
+            if module is not None:
+                runs[module.stem.out_channels] += 1
+            return super().mark(module)
+
+    runs = {64: 0, 32: 0}
+    rounds = len(compare_latency([model, half], clock=Counting(), precision=0, max_seconds=0).latencies[0].samples)
+    assert runs[64] == runs[32] > 2 * rounds
+
+
 def test_layer_times_sum_to_the_network(model):
     clock, names = Device(), ["stem", "blocks.0.conv1", "blocks.0.conv2", "blocks.1.conv1", "blocks.1.conv2", "fc"]
     timer = LayerTimer(model, names, clock)

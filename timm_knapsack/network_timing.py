@@ -157,8 +157,9 @@ def compare_under(
         start = time.monotonic()
         while True:
             times = [0.0] * len(networks)
+            warm = not rounds or min(rounds[-1]) < SOON_FORGOTTEN  # all of them or none: they are compared
             for i in order.permutation(len(networks)):
-                if not rounds or rounds[-1][i] < SOON_FORGOTTEN:
+                if warm:
                     time_pass(networks[i], images, clock)  # what ran before has left its own data in the caches
                 times[i] = time_pass(networks[i], images, clock)
             rounds.append(times)
