@@ -2,8 +2,8 @@
 
     python benchmarks/page_faults.py [--model efficientnet_b0] [--rounds 40]
 
-Each line is a new copy of the same network, as each comparison makes one; with glibc the number of faults per pass
-depends on where its tensors fall, and the time with it.
+Each line is a comparison as `compare_latency` makes it: three new copies of the same network, in turns. With glibc the
+number of faults per pass depends on where their tensors fall, and the time with it.
 """
 
 import argparse
@@ -29,22 +29,26 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(f"$ python benchmarks/page_faults.py {' '.join(sys.argv[1:])}")
     print(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}, {options.model}, batch 1")
-    print("memory       copy  page faults  ms (10 % to 90 %)")
+    print("memory       comparison  page faults  ms (10 % to 90 %)")
     model = timm.create_model(options.model).eval()
     conditions = Conditions.of(model)
     images, clock = conditions.images(), conditions.clock()
     for how, memory in (("as it comes", nullcontext), ("kept", memory_kept)):
-        for copy in range(4):
-            network = conditions.prepared(model)
+        for comparison in range(4):
+            networks = [conditions.prepared(model) for _ in range(3)]
+            faults, times = [], []
             with memory(), torch.inference_mode():
-                time_pass(network, images, clock)
-                faults, times = [], []
                 for _ in range(options.rounds):
-                    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-                    times.append(time_pass(network, images, clock) * 1e3)
-                    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+                    for network in networks:
+                        time_pass(network, images, clock)
+                        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+                        times.append(time_pass(network, images, clock) * 1e3)
+                        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
             low, median, high = np.quantile(times, (0.1, 0.5, 0.9))
-            print(f"{how:<12}{copy:>5}{np.median(faults):>13.0f}  {median:.1f} ({low:.1f} to {high:.1f})", flush=True)
+            print(
+                f"{how:<12}{comparison:>11}{np.median(faults):>13.0f}  {median:.1f} ({low:.1f} to {high:.1f})",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
