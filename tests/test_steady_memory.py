@@ -22,7 +22,7 @@ with memory_kept() if sys.argv[1] == "kept" else nullcontext():
     with memory_kept() if sys.argv[1] == "kept" else nullcontext():
         pass_()
     before = faults()
-    for _ in range(3):
+    for _ in range(10):
         pass_()
     inside = faults() - before
 before = faults()
@@ -40,6 +40,6 @@ def page_faults(how: str) -> list[int]:
 def test_a_pass_finds_its_memory_mapped():
     inside, after = page_faults("kept")
     plain, _ = page_faults("plain")
-    assert plain > 10_000, "the checker can fail: without it, every pass maps its pages anew"
-    assert inside < plain / 50
-    assert after > 1000, "all of it was handed back"
+    assert plain > 300, "the checker can fail: without it, every pass maps its pages anew (with huge pages, 60 of them)"
+    assert inside < plain / 20
+    assert after > plain / 20, "all of it was handed back"
