@@ -13,11 +13,12 @@ from contextlib import nullcontext
 from datetime import datetime, timezone
 
 import numpy as np
-import timm
 import torch
 
 from timm_knapsack.layer_timing import Conditions, time_pass
 from timm_knapsack.steady_memory import memory_kept
+
+import timm  # isort: skip  (timm_knapsack first: it makes this import work without torchvision's operators)
 
 
 def main() -> None:

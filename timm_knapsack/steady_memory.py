@@ -38,7 +38,7 @@ def memory_kept() -> Iterator[None]:
     _depth += 1
     if _depth == 1:
         libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
-        libc.mallopt(_M_MMAP_MAX, 0)  # mapped blocks are unmapped when freed, however large the heap may grow
+        libc.mallopt(_M_MMAP_MAX, 0)  # all from the heap: a block that was mapped by itself is unmapped when freed
     try:
         yield
     finally:
