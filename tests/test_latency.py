@@ -365,6 +365,13 @@ def test_drift_of_the_machine_is_taken_out(model, groups):
     assert cost.at(half) / cost.at(groups.sizes) == pytest.approx(true_seconds(slim) / true_seconds(model), rel=0.1)
 
 
+def test_stairs_are_found_where_only_one_width_of_a_layer_can_move():
+    """As in ResNet-56, whose stream is too narrow to be moved by 16 channels."""
+    narrow = Net(width=16, inner=64).eval()
+    table = measured(narrow, tk.find_channel_groups(narrow, verify=False), Device(stair_device))
+    assert table.stairs["conv"] == 8
+
+
 def test_stairs_of_a_device_become_bundles(model, groups, tables):
     assert tables[stair_device].stairs["conv"] == 8
     assert tables[stair_device].cost(model, groups).steps == [8, 8, 8]
