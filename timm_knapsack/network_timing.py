@@ -16,7 +16,7 @@ from torch import nn
 from .errors import LatencyError
 from .layer_timing import WARM_UP, Conditions, time_pass
 
-SOON_FORGOTTEN = 0.2  # seconds: what a longer pass finds in the caches does not matter
+PASSES = 2  # of a network in its turn: the first finds what another network left in the caches
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Comparison:
     """Several networks measured in turns, round after round.
 
     ``ratios[i]`` is the median of (network i ÷ network 0) over the quieter half of the rounds, by the time of the whole
-    round: what else runs on a machine does not slow all networks alike.
+    round, each with the faster of its two passes: what else runs on a machine does not slow all networks alike.
+    ``latencies`` are of the second passes.
     """
 
     latencies: tuple[Latency, ...]
@@ -149,37 +150,38 @@ def compare_under(
     if conditions.compiled:
         networks = [torch.compile(network) for network in networks]
     order = np.random.default_rng(0)
-    rounds: list[list[float]] = []
+    rounds: list[np.ndarray] = []  # network × pass
     with conditions.active():
         for network in networks:
             for _ in range(WARM_UP):
                 time_pass(network, images, clock)
         start = time.monotonic()
         while True:
-            times = [0.0] * len(networks)
-            warm = not rounds or min(rounds[-1]) < SOON_FORGOTTEN  # all of them or none: they are compared
+            times = np.zeros((len(networks), PASSES))
             for i in order.permutation(len(networks)):
-                if warm:
-                    time_pass(networks[i], images, clock)  # what ran before has left its own data in the caches
-                times[i] = time_pass(networks[i], images, clock)
+                times[i] = [time_pass(networks[i], images, clock) for _ in range(PASSES)]
             rounds.append(times)
             if len(rounds) >= min_rounds:
                 late = time.monotonic() - start > max_seconds
                 if late or max(_uncertainties(rounds)) <= precision or len(rounds) >= 1000:
                     break
-    columns = list(zip(*rounds, strict=True))
     ratios = np.median(_quiet_ratios(rounds), axis=1).tolist()
-    return Comparison(tuple(Latency.of(column) for column in columns), tuple(ratios), tuple(_uncertainties(rounds)))
+    return Comparison(tuple(map(Latency.of, _second_passes(rounds))), tuple(ratios), tuple(_uncertainties(rounds)))
 
 
-def _quiet_ratios(rounds: list[list[float]]) -> np.ndarray:
-    """Network × round: its time ÷ the first network's, in the quieter half of the rounds."""
-    times = np.array(rounds)
+def _second_passes(rounds: list[np.ndarray]) -> np.ndarray:
+    """Network × round."""
+    return np.array(rounds)[:, :, -1].T
+
+
+def _quiet_ratios(rounds: list[np.ndarray]) -> np.ndarray:
+    """Network × round: its faster pass ÷ the first network's, in the quieter half of the rounds."""
+    times = np.array(rounds).min(axis=2)
     quiet = times[np.argsort(times.sum(axis=1), kind="stable")[: (len(times) + 1) // 2]]
     return (quiet / quiet[:, :1]).T
 
 
-def _uncertainties(rounds: list[list[float]]) -> list[float]:
+def _uncertainties(rounds: list[np.ndarray]) -> list[float]:
     if len(rounds[0]) == 1:
-        return [notch([times[0] for times in rounds])]
+        return [notch(_second_passes(rounds)[0])]
     return [notch(ratios) for ratios in _quiet_ratios(rounds)]
