@@ -41,7 +41,7 @@ class LatencyTable:
     Attributes:
         conditions: device, threads, batch size, input size, dtype, memory format, compiled or not.
         layers: names of the timed layers, in the order in which they run.
-        stairs: for each kind of layer, the channels that the device takes together (1: no stairs found).
+        stairs: for each kind of layer, the channels that the device takes together (1: no stairs).
         visits: what was measured: which copy, and seconds for each layer.
 
     Example:

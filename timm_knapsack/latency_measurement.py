@@ -11,7 +11,7 @@ import torch
 from .latency_plan import STAIR_OFFSETS, find_timed_layers, grid_plan, group_steps, stairs_plan
 from .layer_timing import WARM_UP, LayerTimer, time_pass
 from .slim import slice_model
-from .time_surface import find_step
+from .time_surface import ASSUMED_STEP, find_step
 
 PASSES = 4  # timed passes in a visit to a copy
 DISTURBED = 1.25  # the original takes this much longer than on the idle machine: the visit will be repeated
@@ -119,8 +119,11 @@ class Measurement:
                 if visit["plan"] == "stairs"
             ]
             whole = sum(sum(v["layers"]) / speed for v, speed in zip(self.table.visits, speeds, strict=True))
-            if not members or sum(seconds for *_, seconds in pairs) < 0.05 * whole:
-                found[kind] = 1  # too small a part of the network to tell, or to matter
+            if not members:
+                found[kind] = ASSUMED_STEP  # too narrow to tell
+                continue
+            if sum(seconds for *_, seconds in pairs) < 0.05 * whole:
+                found[kind] = 1  # too small a part of the network to matter
                 continue
             merged = {}
             for offset in dict.fromkeys(offset for offset, *_ in pairs):

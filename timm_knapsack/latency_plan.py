@@ -169,8 +169,7 @@ def _colours(layers: Sequence[TimedLayer], groups: int) -> list[int]:
 def group_steps(groups: ChannelGroups, layers: Sequence[TimedLayer], stairs: Mapping[str, int]) -> list[int]:
     """Units of each group that the device takes together, given the stairs of each kind of layer in channels.
 
-    Narrow groups get half or a quarter of a stair, four steps at least: they still see the stair, and what lies below
-    the first one.
+    Narrow groups get half or a quarter of a stair, two steps at least, so that they can be pruned.
     """
     wanted = [1] * len(groups)
     for layer in layers:
@@ -179,7 +178,7 @@ def group_steps(groups: ChannelGroups, layers: Sequence[TimedLayer], stairs: Map
                 step = stairs.get(layer.kind, 1)
                 wanted[g] = max(wanted[g], step // int(np.gcd(step, channels)))
     for g, group in enumerate(groups):
-        while wanted[g] > 1 and group.size < 4 * wanted[g]:
+        while wanted[g] > 1 and group.size < 2 * wanted[g]:
             wanted[g] //= 2
     return wanted
 

@@ -165,7 +165,7 @@ def compare_under(
                 late = time.monotonic() - start > max_seconds
                 if late or max(_uncertainties(rounds)) <= precision or len(rounds) >= 1000:
                     break
-    ratios = np.median(_quiet_ratios(rounds), axis=1).tolist()
+    ratios = np.median(quiet_ratios(rounds), axis=1).tolist()
     return Comparison(tuple(map(Latency.of, _second_passes(rounds))), tuple(ratios), tuple(_uncertainties(rounds)))
 
 
@@ -174,7 +174,7 @@ def _second_passes(rounds: list[np.ndarray]) -> np.ndarray:
     return np.array(rounds)[:, :, -1].T
 
 
-def _quiet_ratios(rounds: list[np.ndarray]) -> np.ndarray:
+def quiet_ratios(rounds: list[np.ndarray]) -> np.ndarray:
     """Network × round: its faster pass ÷ the first network's, in the quieter half of the rounds."""
     times = np.array(rounds).min(axis=2)
     quiet = times[np.argsort(times.sum(axis=1), kind="stable")[: (len(times) + 1) // 2]]
@@ -184,4 +184,4 @@ def _quiet_ratios(rounds: list[np.ndarray]) -> np.ndarray:
 def _uncertainties(rounds: list[np.ndarray]) -> list[float]:
     if len(rounds[0]) == 1:
         return [notch(_second_passes(rounds)[0])]
-    return [notch(ratios) for ratios in _quiet_ratios(rounds)]
+    return [notch(ratios) for ratios in quiet_ratios(rounds)]
