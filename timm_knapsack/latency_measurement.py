@@ -110,8 +110,7 @@ class Measurement:
             members = [
                 i
                 for i, layer in enumerate(self.layers)
-                if layer.kind == kind
-                and any(width.at(copies[0]) != width.at(copies[-1]) for width in layer.widths)
+                if layer.kind == kind and any(width.at(copies[0]) != width.at(copies[-1]) for width in layer.widths)
             ]
             pairs = [
                 (STAIR_OFFSETS[visit["copy"]], speed, sum(visit["layers"][i + 1] for i in members) / speed)
