@@ -4,7 +4,8 @@
 
 The original and a network of half its MACs run in turns, two passes each, for `--seconds`. The record is cut into
 stretches of `--stretch` seconds; each statistic gives the ratio of the two times from each stretch alone. Printed: mean
-and standard deviation over the stretches. `compare_latency` uses the last line's.
+and standard deviation over the stretches. `compare_latency` uses the last one, whose ratio is printed for each stretch
+too, with the original's time: it shows how far the machine itself moves.
 """
 
 import argparse
@@ -83,6 +84,8 @@ def main() -> None:
         for label, statistic in STATISTICS.items():
             ratios = [statistic(stretch) for stretch in stretches]
             say(f"  {label:<34} {np.mean(ratios):.3f} ± {np.std(ratios, ddof=1) / np.mean(ratios):.1%}")
+        say("  ratio " + " ".join(f"{ratio:.3f}" for ratio in ratios))
+        say("  ms    " + " ".join(f"{1e3 * np.median(stretch[:, 0]):5.1f}" for stretch in stretches))
 
 
 if __name__ == "__main__":
