@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from output import writer
 
 import timm_knapsack as tk
 from timm_knapsack.layer_timing import Conditions, time_pass
@@ -67,13 +68,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(line + "\n")
-
+    say = writer(options.out)
     say(f"$ python benchmarks/estimators.py {shlex.join(sys.argv[1:])}")
     say(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}, {options.threads} threads")
     for entry in options.networks:

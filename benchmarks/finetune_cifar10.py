@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
+from output import writer
 from real_networks import CIFAR, resnet56
 from safetensors.torch import load_file, save_file
 
@@ -64,13 +65,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the rows to this file too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(line + "\n")
-
+    say = writer(options.out)
     teacher, recovered, share = recovered_student(options.work, options.images)
     test = create_loader(CIFAR, teacher, split="test", batch_size=100)
     say(f"$ python benchmarks/finetune_cifar10.py {' '.join(sys.argv[1:])}")

@@ -398,6 +398,12 @@ def test_stairs_are_found_where_only_one_width_of_a_layer_can_move():
     assert table.stairs["conv"] == 8
 
 
+def test_stairs_are_assumed_where_no_width_can_move():
+    tiny = Net(width=16, inner=16).eval()
+    table = measured(tiny, tk.find_channel_groups(tiny, verify=False), Device())
+    assert table.stairs["conv"] == 8
+
+
 def test_stairs_of_a_device_become_bundles(model, groups, tables):
     assert tables[stair_device].stairs["conv"] == 8
     assert tables[stair_device].cost(model, groups).steps == [8, 8, 8]

@@ -11,7 +11,7 @@ import numpy as np
 
 STEPS = (16, 8, 4)  # channels that a device may take together
 # Where noise hides them, stairs are assumed: AVX2 takes 8 floats at a time, tensor cores 8 halves. Bundles of 8 cost
-# little importance; widths off the stairs of a device that has them cost up to a third of a layer's time.
+# little importance; widths off the stairs of a device that has them cost time (benchmarks/latency_vs_macs.py).
 ASSUMED_STEP = 8
 SMOOTH = 0.005  # relative error of a parabola that leaves nothing for stairs to explain
 STIFFNESS = 0.1  # how much a bend in the surface must gain: noise goes into the smooth part
