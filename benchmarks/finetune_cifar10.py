@@ -1,10 +1,12 @@
 """ResNet-56 on CIFAR-10, pruned to half its MACs and recovered, then fine-tuned with CE, CE + KD and CE + KD + IKD.
 
 usage: python benchmarks/finetune_cifar10.py [--losses ce kd ikd] [--epochs 5] [--seeds 0] [--work DIR] [--out FILE]
+       [--after RUN]
 
-All runs start from the same recovered network and see the same images in the same order for the same seed. Each run
-keeps its checkpoints in --work and goes on from there when the command is given again, so it can be stopped at any
-time. The whole test set is evaluated after every epoch; the figure reported is that of the last one, not of the best.
+All runs start from the same recovered network (--after: from where another run ended) and see the same images in the
+same order for the same seed. Each run keeps its checkpoints in --work and goes on from there when the command is given
+again, so it can be stopped at any time. The whole test set is evaluated after every epoch; the figure reported is that
+of the last one, not of the best.
 """
 
 import argparse
@@ -60,31 +62,35 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--images", type=int, default=4096, help="for recovery")
+    parser.add_argument("--after", help="begin where another run ended: its folder in --work, as ikd-e5-s0-lr0.02")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("~/.cache/timm-knapsack/finetune_cifar10").expanduser())
     parser.add_argument("--out", type=Path, help="append the rows to this file too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     say = writer(options.out)
-    teacher, recovered, share = recovered_student(options.work, options.images)
+    teacher, first, share = recovered_student(options.work, options.images)
+    if options.after:
+        first.load_state_dict(load_file(options.work / options.after / "last" / "model.safetensors"))
     test = create_loader(CIFAR, teacher, split="test", batch_size=100)
     say(f"$ python benchmarks/finetune_cifar10.py {' '.join(sys.argv[1:])}")
-    start = evaluate(recovered, test)["top1"]
+    start = evaluate(first, test)["top1"]
     base = evaluate(teacher, test)["top1"]
     say(
         f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}; teacher {base:.2f} %, "
-        f"recovered {start:.2f} % at {share:.4f} of the MACs"
+        f"{options.after or 'recovered'} {start:.2f} % at {share:.4f} of the MACs"
     )
     say("loss  epochs  seed  lr     top-1 after each epoch               lost  minutes (this session)")
     for seed in options.seeds:
         for loss in options.losses:
             kd, ikd = LOSSES[loss]
+            run = f"{options.after + '+' if options.after else ''}{loss}-e{options.epochs}-s{seed}-lr{options.lr:g}"
             config = tk.FinetuneConfig(
                 epochs=options.epochs,
                 lr=options.lr,
                 weight_decay=5e-4,
                 seed=seed,
-                output_dir=str(options.work / f"{loss}-e{options.epochs}-s{seed}-lr{options.lr:g}"),
+                output_dir=str(options.work / run),
                 checkpoint_every=50,
                 distillation=tk.DistillationConfig(kd_weight=kd, ikd_weight=ikd, label_smoothing=0.0),
                 progress=False,
@@ -98,7 +104,7 @@ def main() -> None:
                 augmentation={"crop": "pad", "hflip": 0.5},
                 seed=seed,
             )
-            student = copy.deepcopy(recovered).to(memory_format=torch.channels_last)
+            student = copy.deepcopy(first).to(memory_format=torch.channels_last)
             teacher = teacher.to(memory_format=torch.channels_last)
             began = time.monotonic()
             result = tk.finetune(student, teacher if kd or ikd else None, train, test, config, resume=True)

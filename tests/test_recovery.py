@@ -258,6 +258,34 @@ def test_outputs_that_are_too_large_to_keep_are_made_again(limit, kept, monkeypa
         assert torch.allclose(replay.run(batch, net[3])["until"], expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("remembers", [False, True])
+def test_what_lies_between_finished_segments_sees_one_image_unless_the_net_remembers_how_many(remembers):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.between, self.b, self.c = nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x):
+            count = len(x) if remembers else -1
+            x = self.b(self.between(self.a(x)))
+            return self.c(x.reshape(count, *x.shape[1:]))
+
+    torch.manual_seed(0)
+    net = Net().eval()
+    replay = Replay(net, [images(4), images(4, seed=3)])
+    full = [replay.run(b, net.c)["until"] for b in range(2)]
+    seen = []
+    net.between.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    for module in (net.a, net.b):
+        replay.finish(module)
+    assert replay.honest and replay.thin != remembers
+    for b in range(2):
+        assert torch.allclose(replay.run(b, net.c)["until"], full[b], atol=1e-6)
+        assert seen[-1] == (4 if remembers else 1)
+        few = replay.first(2).run(0, net.c)["until"]
+        assert torch.allclose(few, full[0][:2], atol=1e-6)
+
+
 def test_a_net_that_looks_back_is_not_played_back():
     class Dense(nn.Module):
         def __init__(self):

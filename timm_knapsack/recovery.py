@@ -203,12 +203,12 @@ class _Recovery:
         layer = self.ours[name]
         if self.calls[name] != 1:
             return f"it runs {self.calls[name]} times in one forward pass"
-        seen = self.runs["student"].run(0, layer, wanted={"x": (layer, "input")})
+        seen = self.runs["student"].first(2).run(0, layer, wanted={"x": (layer, "input")})
         try:
-            columns = patches(layer, seen["x"][:2])
+            columns = patches(layer, seen["x"])
         except ValueError as error:
             return str(error)
-        now = outputs(layer, seen["until"][:2])
+        now = outputs(layer, seen["until"])
         made = columns @ flat_weight(layer)
         if layer.bias is not None:
             made = made + layer.bias.reshape(made.shape[0], 1, -1)
@@ -218,7 +218,7 @@ class _Recovery:
 
     def _positions(self, layer: nn.Module) -> int:
         """Output positions in one image."""
-        y = self.runs["student"].run(0, layer)["until"]
+        y = self.runs["student"].first(1).run(0, layer)["until"]
         return y[0].numel() // layer.weight.shape[0]
 
     def _maps(self, batch, name, tap, gain) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,7 +242,7 @@ class _Recovery:
         A layer ends a residual block if a change of its output changes the block's pre-activation sum in the same
         place by a fixed factor for each channel: batch norm and layer scale have such factors, an activation has not.
         """
-        layer, run = self.ours[name], self.runs["student"]
+        layer, run = self.ours[name], self.runs["student"].first(8)
         seen = run.run(0, self.ours[tap.module], tap.side, {"y": (layer, "output")})
         y, plain = seen["y"], seen["until"]
         if not isinstance(plain, Tensor) or plain.shape != y.shape:

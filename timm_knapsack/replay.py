@@ -34,8 +34,10 @@ class _Reached(Exception):
 class Replay:
     """A network that can be run up to a module, from the last finished segment on.
 
-    Earlier segments return placeholders. Where a network looks back farther than one segment (dense connections), that
-    would be wrong: `finish` compares with a full run on a probe batch, and plays nothing back from then on.
+    Earlier segments return placeholders for a single image, so that what lies between them costs next to nothing; for
+    all images where the network remembers how many it was given. Where it looks back farther than one segment (dense
+    connections), placeholders would be wrong: `finish` compares with a full run on two images, and plays nothing back
+    from then on.
     """
 
     def __init__(self, model: nn.Module, batches: list[Tensor]):
@@ -44,6 +46,7 @@ class Replay:
         self.finished: list[nn.Module] = []
         self.too_large: list[nn.Module] = []  # finished too, since the last one that was kept
         self.honest = True
+        self.thin = len(batches[0]) > 1  # placeholders for a single image; a batch of one can't show whether that holds
         self._shapes: dict[nn.Module, Any] = {}
 
     def run(self, batch: int, until: nn.Module, side: str = "output", wanted=None) -> dict[str, Any]:
@@ -71,8 +74,8 @@ class Replay:
             listen(name, module, where, False)
         listen("until", until, side, True)
         try:
-            with torch.no_grad(), self._played_back(batch):
-                self.model(self.batches[batch])
+            with torch.no_grad(), self._played_back(batch) as images:
+                self.model(images)
         except _Reached:
             pass
         finally:
@@ -80,18 +83,29 @@ class Replay:
                 handle.remove()
         return seen
 
+    def first(self, images: int) -> "Replay":
+        """The same for the first few images: for questions whose answer does not depend on how many there are."""
+        few = Replay(self.model, [self.batches[0][:images]])
+        if self.cached is not None:
+            few.cached = [tree_map(lambda x: x[:images] if isinstance(x, Tensor) else x, self.cached[0])]
+        few.finished, few.honest, few.thin, few._shapes = self.finished, self.honest, self.thin, self._shapes
+        return few
+
     @contextmanager
     def _played_back(self, batch: int):
+        images = self.batches[batch]
         if self.cached is None:
-            yield
+            yield images
             return
+        if self.thin:
+            images = images[:1]
         for module in self.finished:
             if module is self.finished[-1]:
                 module.forward = _returns(_copied(self.cached[batch]))
             else:
-                module.forward = _returns(_placeholder(self._shapes[module], len(self.batches[batch])))
+                module.forward = _returns(_placeholder(self._shapes[module], len(images)))
         try:
-            yield
+            yield images
         finally:
             for module in self.finished:
                 del module.forward
@@ -113,28 +127,30 @@ class Replay:
         self.cached = outputs
         self.finished += [*self.too_large, segment]
         self.too_large = []
-        if not self._same_as_full():
-            self._give_up()
+        if self._same_as_full():
+            return
+        if self.thin:
+            self.thin = False
+            if self._same_as_full():
+                return
+        self.honest, self.cached, self.finished = False, None, []
 
     def _same_as_full(self) -> bool:
-        """Does playing back change what the network returns, on the first batch?"""
-        images = self.batches[0][:2]
-        probe = Replay(self.model, [images])
-        probe._shapes = self._shapes
+        """Does playing back change what the network returns, on two images?"""
+        probe = self.first(2)
         with torch.no_grad():
-            full = self.model(images)
-        probe.cached = [tree_map(lambda x: x[: len(images)] if isinstance(x, Tensor) else x, self.cached[0])]
-        probe.finished = self.finished
-        with torch.no_grad(), probe._played_back(0):
-            played = self.model(images)
-        return all(
-            torch.allclose(a, b, rtol=1e-3, atol=1e-4 * max(1.0, float(a.abs().max())))
-            for a, b in zip(tree_flatten(full)[0], tree_flatten(played)[0], strict=True)
-            if isinstance(a, Tensor)
-        )
+            full = self.model(probe.batches[0])
+            try:
+                with probe._played_back(0) as images:
+                    played = self.model(images)
+            except (RuntimeError, IndexError, ValueError):  # shapes that do not fit
+                return False
+        pairs = zip(tree_flatten(full)[0], tree_flatten(played)[0], strict=True)
+        return all(_close(a, b) for a, b in pairs if isinstance(a, Tensor))
 
-    def _give_up(self) -> None:
-        self.honest, self.cached, self.finished = False, None, []
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4 * max(1.0, float(a.abs().max())))
 
 
 def _copied(x: Any) -> Any:
