@@ -648,6 +648,14 @@ def test_flat_stretches_still_have_a_slope():
     assert wide.marginal([20]) == pytest.approx([0.5 / 12])
 
 
+def test_a_width_between_two_stairs_costs_as_the_upper_one():
+    surface = Surface((np.array([8.0, 16.0, 28.0]), np.array([1.0])), np.array([[1.0], [2.0], [3.0]]))
+    widths = [(Count(0, ((0, 1),)), Count(1, ()))]
+    cost = LatencyCost(["a"], widths, [surface], 1, stairs=[8], windows=np.array([[8.0], [1.0]]))
+    assert [cost.at([n]) for n in (3, 8, 9, 15, 16, 24, 25, 28)] == pytest.approx([1, 1, 2, 2, 2, 2 + 8 / 12, 3, 3])
+    assert cost.marginal([12]) == pytest.approx([(2 + 4 / 12 - 1) / 12])  # a bundle is not free
+
+
 def test_the_clock_of_a_cpu_is_a_wall_clock_and_nothing_else_is_known(model):
     conditions = Conditions.of(model)
     assert isinstance(conditions.clock(), layer_timing.WallClock)

@@ -13,12 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from timm_knapsack import width_search
 from timm_knapsack.channel_groups import CostTerm, Count
 from timm_knapsack.costs import ProductCost
 from timm_knapsack.width_search import Ladder, ladder, search_widths
 
-GAP = {1: 0.10, 2: 0.15}  # by number of costs
-MEAN_GAP = {1: 0.005, 2: 0.01}  # which problems hypothesis draws, and how often one, depends on what else is loaded
+GAP = {1: 0.03, 2: 0.05}  # by number of costs
+MEAN_GAP = {1: 0.0005, 2: 0.001}  # which problems hypothesis draws, and how often one, depends on what else is loaded
 
 
 def chain(name, sizes, constants, fixed=0):
@@ -116,6 +117,27 @@ def test_a_linear_cost_is_solved_nearly_exactly():
         limits = {"macs": cost.at(sizes) * 0.6}
         solution = search_widths(ladders, [cost], limits)
         assert solution.value == pytest.approx(brute_force(ladders, [cost], limits), rel=1e-9)
+
+
+def stream_gaps():
+    """Residual networks in steps of a third, where a step of the stream that all convs share is a large part."""
+    rng = np.random.default_rng(0)
+    blocks, size, step, gaps = 5, 24, 8, []
+    for _ in range(60):
+        share = rng.integers(1, 30, blocks).tolist()
+        terms = [CostTerm(f"block{i}", c, (Count(0, ((0, 1),)), Count(0, ((i, 1),)))) for i, c in enumerate(share, 1)]
+        cost = ProductCost("macs", "macs", terms, blocks + 1)
+        scales = [rng.uniform(1, 2 * blocks), *rng.uniform(0.3, 1, blocks)]
+        ladders = [ladder(scale * rng.lognormal(0, 0.3, size), step, size, step) for scale in scales]
+        limits = {"macs": cost.at([size] * (blocks + 1)) * rng.uniform(0.3, 0.95)}
+        gaps.append(1 - search_widths(ladders, [cost], limits).value / brute_force(ladders, [cost], limits))
+    return np.array(gaps)
+
+
+def test_steps_that_are_a_large_part_of_the_budget(monkeypatch):
+    assert stream_gaps().max() < 1e-3
+    monkeypatch.setattr(width_search, "_exchanged", lambda ladders, costs, limits, counts: counts)
+    assert stream_gaps().max() > 0.02  # what slopes alone come to
 
 
 def test_a_larger_network_ends_within_a_unit_of_the_budget():

@@ -22,7 +22,7 @@ from torch import nn
 from .channel_groups import ChannelGroups
 from .errors import LatencyError
 from .find_groups import find_channel_groups
-from .latency_cost import LatencyCost
+from .latency_cost import LatencyCost, on_stairs
 from .latency_measurement import DISTURBED, Measurement
 from .latency_plan import find_timed_layers, group_steps
 from .layer_timing import Conditions, device_name
@@ -62,7 +62,7 @@ class LatencyTable:
     date: str = ""
     surfaces: dict[str, Surface] = field(default_factory=dict, compare=False, repr=False)  # filled by `cost`
     elsewhere: bool = field(default=False, compare=False)
-    check_seconds: float = field(default=20.0, compare=False)  # at most this long to measure one pruned network
+    check_seconds: float = field(default=40.0, compare=False)  # at most this long to measure one pruned network
     clock: Any = field(default=None, compare=False, repr=False)
 
     # ---- files
@@ -212,17 +212,20 @@ class LatencyTable:
         by_shape: dict[str, list[int]] = {}
         for i, layer in enumerate(layers):
             by_shape.setdefault(layer.shape, []).append(i)
+        stairs = [(self.stairs or {}).get(layer.kind, 1) for layer in layers]
         surfaces: list[Any] = [None] * len(layers)
         windows = np.zeros((2, len(layers)))
         for members in by_shape.values():
             points = np.array([[w.at(copy) for w in layers[i].widths] for i in members for copy in copies], dtype=float)
+            points = np.minimum(on_stairs(points, stairs[members[0]]), points.max(axis=0))
             measured = np.concatenate([times[:, i + 1] for i in members])
             surface = fit_surface(points, measured, [_knots(points[:, axis]) for axis in (0, 1)])
             for i in members:
                 surfaces[i] = surface
                 windows[:, i] = [knots[-1] / 12 for knots in surface.knots]
         rest = float(np.median(times[:, 0]))
-        cost = LatencyCost([layer.name for layer in layers], [layer.widths for layer in layers], surfaces, len(groups))
+        shape = [layer.name for layer in layers], [layer.widths for layer in layers], surfaces, len(groups)
+        cost = LatencyCost(*shape, stairs=stairs)
         predicted, totals, trust = [], [], []
         for visit, speed in zip(self.visits, self.speeds(), strict=True):
             if visit.get("total"):
@@ -232,10 +235,8 @@ class LatencyTable:
         factor, constant = _calibrated(*map(np.array, (predicted, totals, trust))) if totals else (1.0, 0.0)
         self.surfaces = dict(zip(cost.names, surfaces, strict=True))
         return LatencyCost(
-            cost.names,
-            [layer.widths for layer in layers],
-            surfaces,
-            len(groups),
+            *shape,
+            stairs=stairs,
             calibration=(factor, factor * rest + constant),
             steps=group_steps(groups, layers, self.stairs or {}),
             windows=windows,

@@ -23,6 +23,16 @@ class TimeLine:
     measured: float | None = None
 
 
+def on_stairs(widths: np.ndarray, stair: int | np.ndarray) -> np.ndarray:
+    """The next multiples of the stair.
+
+    Example:
+        >>> on_stairs(np.array([24, 28]), 8)
+        array([24, 32])
+    """
+    return -(-widths // stair) * stair
+
+
 class LatencyCost(Cost):
     """A sum of surfaces, one for each timed layer, and what the whole network takes beyond them.
 
@@ -31,6 +41,7 @@ class LatencyCost(Cost):
         surfaces: for each layer, its time.
         calibration: (factor, constant): the network takes factor × the sum of its layers + constant.
         steps: units of each group that are best kept together.
+        stairs: for each layer, how many channels the device takes together: a width in between costs as the next stair.
         windows: for each layer and axis, how many channels to look to either side for a slope.
         conditions: how to measure; None if this machine is not the one of the table.
         check_seconds: at most this long to measure one result.
@@ -47,9 +58,10 @@ class LatencyCost(Cost):
         *,
         calibration: tuple[float, float] = (1.0, 0.0),
         steps: Sequence[int] | None = None,
+        stairs: Sequence[int] | None = None,
         windows: np.ndarray | None = None,
         conditions: Conditions | None = None,
-        check_seconds: float = 20.0,
+        check_seconds: float = 40.0,
         clock=None,
     ):
         self.names, self.steps, self.conditions = list(names), steps, conditions
@@ -77,6 +89,7 @@ class LatencyCost(Cost):
                 self._knots[axis, i, : len(ends)] = ends
                 self._last[axis, i] = len(ends) - 2
             self._values[i, : values.shape[0], : values.shape[1]] = values
+        self._stairs = np.ones(layers) if stairs is None else np.asarray(stairs)
         self._windows = np.ones((2, layers)) if windows is None else np.maximum(windows, 1)
 
     def at(self, kept):
@@ -84,9 +97,11 @@ class LatencyCost(Cost):
 
     def layers_at(self, kept) -> np.ndarray:
         """Seconds of each layer."""
-        return self._seconds(self._widths(kept))
+        widths = np.stack([on_stairs(axis, self._stairs) for axis in self._widths(kept)])
+        return self._seconds(np.minimum(widths, self._ends[:, :, 1]))
 
     def marginal(self, kept):
+        """What a channel costs as one of a bundle: the slope across stairs, not the zero between two of them."""
         widths = self._widths(kept)
         total = np.zeros(self._units.shape[2])
         for axis in (0, 1):

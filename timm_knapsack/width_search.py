@@ -3,7 +3,8 @@
 Units of one group cost the same, so the best n of them are the n most valuable: a choice is a vector of counts. The
 true cost is a product of widths, not a sum over units. So: linearise it at the current widths, solve the knapsack
 exactly, move the widths towards the solution, and again, until the true cost of the solution fits the budget. What room
-is then left is filled with the best units that still fit.
+is then left is filled with the best units that still fit. Where one step of a group is a good part of the budget
+(half of a residual stream), the slope at the current widths says little about it: such steps are tried one by one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from .costs import Cost
 from .knapsack import solve_knapsack
 
 MAX_ROUNDS = 40
+WIDE = 0.005  # of a budget: a step that takes more is tried both ways at the end
 NEARLY = 1.1  # a solution this near to the budget is worth trimming to fit; one farther off only shows the way
 
 
@@ -64,6 +66,7 @@ def search_widths(
         there, bound = _solve_linearised(ladders, costs, limits, here)
         if max(cost.at(there) / limits[cost.name] for cost in costs) < NEARLY:
             fitting = _shrunk_to_fit(ladders, costs, limits, there)
+            fitting = least if fitting is None else fitting  # slopes of zero where the true cost is too high
             value = _value(ladders, fitting)
             stalled = 0 if value > best_value * (1 + 1e-6) else stalled + 1
             if value > best_value:
@@ -71,7 +74,7 @@ def search_widths(
         if np.array_equal(there, here) or stalled >= 4:
             break
         here = there if np.abs(there - here).max() <= 1 else (here + there) / 2
-    best = _filled(ladders, costs, limits, best)
+    best = _exchanged(ladders, costs, limits, _filled(ladders, costs, limits, best))
     value = _value(ladders, best)
     for cost in costs if len(costs) > 1 else ():  # the widths for one cost may meet the others as well
         alone = search_widths(ladders, [cost], limits)
@@ -123,8 +126,32 @@ def _fits(costs, limits, counts) -> bool:
     return all(cost.at(counts) <= limits[cost.name] for cost in costs)
 
 
-def _shrunk_to_fit(ladders, costs, limits, counts) -> np.ndarray:
-    """Give up the units that are worth least for what they cost, until the true costs fit."""
+def _exchanged(ladders, costs, limits, counts) -> np.ndarray:
+    """Take a wide step up or down in one group and let the others make room or use it, as long as that gains value."""
+    while True:
+        best, best_value = None, _value(ladders, counts) * (1 + 1e-9)
+        slopes = sum(cost.marginal(counts) / limits[cost.name] for cost in costs)
+        for g, rung in enumerate(ladders):
+            at = int(np.searchsorted(rung.counts, counts[g]))
+            for to in (at - 1, at + 1):
+                if not 0 <= to < len(rung.counts) or slopes[g] * abs(rung.counts[to] - rung.counts[at]) < WIDE:
+                    continue
+                moved = counts.copy()
+                moved[g] = rung.counts[to]
+                moved = _shrunk_to_fit(ladders, costs, limits, moved, held=g)
+                if moved is None:
+                    continue
+                moved = _filled(ladders, costs, limits, moved, held=g)
+                value = _value(ladders, moved)
+                if value > best_value:
+                    best, best_value = moved, value
+        if best is None:
+            return counts
+        counts = best
+
+
+def _shrunk_to_fit(ladders, costs, limits, counts, held: int | None = None) -> np.ndarray | None:
+    """Give up the units that are worth least for what they cost, until the true costs fit; None if they never do."""
     counts = counts.copy()
     while not _fits(costs, limits, counts):
         excess = max(cost.at(counts) / limits[cost.name] for cost in costs)
@@ -132,11 +159,11 @@ def _shrunk_to_fit(ladders, costs, limits, counts) -> np.ndarray:
         ranked = []
         for g, rung in enumerate(ladders):
             at = np.searchsorted(rung.counts, counts[g])
-            if at > 0 and slopes[g] > 0:
+            if at > 0 and slopes[g] > 0 and g != held:
                 loss = rung.value[at] - rung.value[at - 1]
                 ranked.append((loss / (slopes[g] * (rung.counts[at] - rung.counts[at - 1])), g, at))
-        if not ranked:  # marginal costs of zero where the true cost is too high: the least widths do fit
-            return np.array([rung.counts[0] for rung in ladders], dtype=float)
+        if not ranked:
+            return None
         ranked.sort()
         many = max(1, int(len(ranked) * min(0.5, (excess - 1) * 2)))  # far from fitting: several groups at once
         for _, g, at in ranked[:many]:
@@ -144,10 +171,10 @@ def _shrunk_to_fit(ladders, costs, limits, counts) -> np.ndarray:
     return counts
 
 
-def _filled(ladders, costs, limits, counts) -> np.ndarray:
+def _filled(ladders, costs, limits, counts, held: int | None = None) -> np.ndarray:
     """Add the units that are worth most for what they cost, as long as one fits."""
     counts = counts.copy()
-    blocked: set[int] = set()
+    blocked = set() if held is None else {held}
     while True:
         slopes = sum(cost.marginal(counts) / limits[cost.name] for cost in costs)
         best, best_rate = None, -1.0
