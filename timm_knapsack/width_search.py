@@ -129,7 +129,8 @@ def _fits(costs, limits, counts) -> bool:
 def _exchanged(ladders, costs, limits, counts) -> np.ndarray:
     """Take a wide step up or down in one group and let the others make room or use it, as long as that gains value."""
     while True:
-        best, best_value = None, _value(ladders, counts) * (1 + 1e-9)
+        value = _value(ladders, counts)
+        best, best_value = None, value + 1e-9 * abs(value)
         slopes = sum(cost.marginal(counts) / limits[cost.name] for cost in costs)
         for g, rung in enumerate(ladders):
             at = int(np.searchsorted(rung.counts, counts[g]))
@@ -147,7 +148,7 @@ def _exchanged(ladders, costs, limits, counts) -> np.ndarray:
                     best, best_value = moved, value
         if best is None:
             return counts
-        counts = best
+        counts = _filled(ladders, costs, limits, best)  # the moved group may have room again
 
 
 def _shrunk_to_fit(ladders, costs, limits, counts, held: int | None = None) -> np.ndarray | None:
