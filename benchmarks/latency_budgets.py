@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
+from output import writer
 
 import timm_knapsack as tk
 from timm_knapsack.latency import LatencyTable, compare_latency, device_name
@@ -39,11 +40,7 @@ def main():
     torch.set_num_threads(args.threads)
     done = args.out.read_text() if args.out.exists() else ""
     args.out.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(line):
-        print(line, flush=True)
-        with args.out.open("a") as file:
-            file.write(line + "\n")
+    write = writer(args.out)
 
     if not done:
         write(f"# python benchmarks/latency_budgets.py {shlex.join(sys.argv[1:])}")

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from output import writer
 from real_networks import NETWORKS
 from scipy.optimize import isotonic_regression
 
@@ -87,11 +88,7 @@ def main():
     torch.set_num_threads(args.threads)
     args.cache.mkdir(parents=True, exist_ok=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(line):
-        print(line, flush=True)
-        with args.out.open("a") as file:
-            file.write(line + "\n")
+    write = writer(args.out)
 
     cpu = device_name(torch.device("cpu"))
     write(f"# python benchmarks/latency_vs_macs.py {shlex.join(sys.argv[1:])}")
