@@ -15,7 +15,7 @@ test: $(READY) lint
 # The report in headless Chromium: Debian's is installed where this user may.
 test-browser: $(READY)
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium) || true
-	$(BIN)/python -m pytest -m browser tests/test_report.py
+	$(BIN)/python -m pytest -m browser tests/reports
 
 lint: $(READY)
 	$(BIN)/ruff check .

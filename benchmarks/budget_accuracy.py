@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 import torch
 
 import timm_knapsack as tk
-from timm_knapsack.costs import macs_cost
+from timm_knapsack.costs.counted import macs_cost
 
 import timm  # isort: skip  (timm_knapsack first: it makes this import work without torchvision's operators)
 

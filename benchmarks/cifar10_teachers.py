@@ -18,8 +18,8 @@ import timm  # isort: skip
 import torch
 from safetensors.torch import load_file
 
-import timm_knapsack.cifar_resnet  # noqa: F401  (registers the models)
-from timm_knapsack.image_data import create_loader
+import timm_knapsack.models.cifar_resnet  # noqa: F401  (registers the models)
+from timm_knapsack.images.loaders import create_loader
 
 EXPECTED = {56: 93.39, 20: 91.73}  # per cent
 

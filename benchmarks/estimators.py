@@ -20,8 +20,8 @@ import torch
 from output import writer
 
 import timm_knapsack as tk
-from timm_knapsack.layer_timing import Conditions, time_pass
-from timm_knapsack.network_timing import quiet_ratios
+from timm_knapsack.costs.latency.layer_timing import Conditions, time_pass
+from timm_knapsack.costs.latency.network_timing import quiet_ratios
 
 # record: round × network (original, pruned) × pass (first, second)
 STATISTICS = {

@@ -23,9 +23,9 @@ from real_networks import CIFAR, resnet56
 from safetensors.torch import load_file, save_file
 
 import timm_knapsack as tk
-from timm_knapsack.evaluation import evaluate
-from timm_knapsack.image_data import create_loader
-from timm_knapsack.recovery import recover_layers
+from timm_knapsack.images.loaders import create_loader
+from timm_knapsack.recovery.closed_form import recover_layers
+from timm_knapsack.training.evaluation import evaluate
 
 LOSSES = {  # λ_KD, λ_IKD
     "ce": (0.0, 0.0),

@@ -29,10 +29,10 @@ import torch
 import timm_knapsack  # noqa: F401  (before timm)
 
 import timm  # isort: skip
-from timm_knapsack.checkpoints import read_checkpoint, settle, write_checkpoint
-from timm_knapsack.distillation import DistillationConfig
-from timm_knapsack.finetune import FinetuneConfig, finetune
-from timm_knapsack.image_data import synthetic_loader
+from timm_knapsack.images.loaders import synthetic_loader
+from timm_knapsack.training.checkpoints import read_checkpoint, settle, write_checkpoint
+from timm_knapsack.training.distillation import DistillationConfig
+from timm_knapsack.training.finetuning import FinetuneConfig, finetune
 
 WRITER = ("mkdir", "fsync", "rename", "unlink", "rmdir")  # what a checkpoint does to the disk
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import timm_knapsack  # noqa: F401  (before timm)
 
 import timm  # isort: skip
-from timm_knapsack.distillation import DistillationConfig, DistillationModule
+from timm_knapsack.training.distillation import DistillationConfig, DistillationModule
 
 LIMIT = 1.15
 

@@ -22,7 +22,7 @@ import torch
 
 import timm_knapsack
 from timm_knapsack.errors import BudgetError
-from timm_knapsack.knapsack import solve_knapsack
+from timm_knapsack.knapsack.solve import solve_knapsack
 
 import timm  # isort: skip  (timm_knapsack first: it makes this import work without torchvision's operators)
 

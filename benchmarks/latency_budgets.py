@@ -20,7 +20,7 @@ import torch
 from output import writer
 
 import timm_knapsack as tk
-from timm_knapsack.latency import LatencyTable, compare_latency, device_name
+from timm_knapsack.costs.latency.table import LatencyTable, compare_latency, device_name
 
 MODELS = ("resnet18", "resnet50", "mobilenetv3_large_100", "efficientnet_b0", "convnext_tiny")
 

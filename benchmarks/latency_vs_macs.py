@@ -28,10 +28,10 @@ from real_networks import NETWORKS
 from scipy.optimize import isotonic_regression
 
 import timm_knapsack as tk
-from timm_knapsack.costs import Cost
-from timm_knapsack.latency import LatencyTable, compare_latency, device_name
-from timm_knapsack.latency_plan import find_timed_layers
-from timm_knapsack.width_search import ladder, search_widths
+from timm_knapsack.costs.counted import Cost
+from timm_knapsack.costs.latency.plan import find_timed_layers
+from timm_knapsack.costs.latency.table import LatencyTable, compare_latency, device_name
+from timm_knapsack.pruning.width_search import ladder, search_widths
 
 SETTINGS = {"resnet50": (1, 128, 16), "lite0": (1, 128, 16), "resnet56": (32, 256, 64)}  # batch; scored images, batch
 BUDGETS = {

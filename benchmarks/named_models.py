@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import timm_knapsack  # noqa: F401  (first: it lets timm be imported beside any torchvision)
-from timm_knapsack.channel_config import ChannelConfig
+from timm_knapsack.slim.channel_config import ChannelConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -38,8 +38,8 @@ def paper_resnet50() -> ChannelConfig:
     import timm
     import torch
 
-    from timm_knapsack.find_groups import find_channel_groups
-    from timm_knapsack.slim import channel_config_of
+    from timm_knapsack.channels.find_groups import find_channel_groups
+    from timm_knapsack.slim.cutting import channel_config_of
 
     with torch.device("meta"):
         model = timm.create_model("resnet50")
@@ -54,7 +54,7 @@ def paper_resnet50() -> ChannelConfig:
 
 
 def named_configs() -> dict[str, ChannelConfig]:
-    from timm_knapsack.timm_txt import load_timm_txt
+    from timm_knapsack.models.timm_txt import load_timm_txt
 
     configs = [paper_resnet50()]
     configs += [load_timm_txt(variant, base, name) for name, (variant, base) in TIMM_PRUNED.items()]
@@ -67,7 +67,7 @@ def wanted_files() -> dict[Path, str]:
         REPOSITORY / "timm_knapsack" / "channel_configs" / f"{name}.json": config.to_json()
         for name, config in named_configs().items()
     }
-    from timm_knapsack.model_card import named_model_card
+    from timm_knapsack.hub.model_card import named_model_card
 
     for path in sorted((REPOSITORY / "timm_knapsack" / "channel_configs").glob("*.json")):
         files[REPOSITORY / "model_cards" / f"{path.stem}.md"] = str(named_model_card(path.stem))

@@ -21,8 +21,8 @@ import torch
 from budget_accuracy import noisy_magnitudes
 
 import timm_knapsack as tk
-from timm_knapsack.costs import macs_cost
-from timm_knapsack.width_search import ladder, search_widths
+from timm_knapsack.costs.counted import macs_cost
+from timm_knapsack.pruning.width_search import ladder, search_widths
 
 import timm  # isort: skip  (timm_knapsack first: it makes this import work without torchvision's operators)
 

@@ -9,7 +9,7 @@ import timm
 from safetensors.torch import load_file
 from torch import nn
 
-from timm_knapsack.image_data import create_loader
+from timm_knapsack.images.loaders import create_loader
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 CIFAR = Path(os.environ.get("CIFAR10", "~/.cache/timm-knapsack/cifar10")).expanduser()  # ../shared/tools/get_cifar10.py

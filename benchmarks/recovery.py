@@ -20,8 +20,8 @@ import torch
 from real_networks import NETWORKS
 
 import timm_knapsack as tk
-from timm_knapsack.evaluation import evaluate
-from timm_knapsack.recovery import recover_layers, reestimate_batchnorm
+from timm_knapsack.recovery.closed_form import recover_layers, reestimate_batchnorm
+from timm_knapsack.training.evaluation import evaluate
 
 
 def main() -> None:

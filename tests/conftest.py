@@ -7,13 +7,16 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS.parent))
+# Tests that start a process of their own find this checkout and the shared helpers (nets, oracle) as they do.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
 
-import pytest
-import torch
-from hypothesis import settings
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
-import timm_knapsack  # noqa: F401  (before timm: it declares torchvision's missing operators)
+import timm_knapsack  # noqa: E402, F401  (before timm: it declares torchvision's missing operators)
 
 torch.set_num_threads(1)
 settings.register_profile("same", derandomize=True)  # a red run can be run again and is red again

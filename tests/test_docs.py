@@ -11,7 +11,7 @@ import pytest
 import timm
 from safetensors.torch import save_file
 
-from timm_knapsack.quickstart import write_images
+from timm_knapsack.pipeline.quickstart import write_images
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import timm_knapsack as tk
-from timm_knapsack import _torchvision_operators, doctor
+from timm_knapsack import _torchvision_operators
+from timm_knapsack.cli import doctor
 from timm_knapsack.errors import KnapsackError
 
 ROOT = Path(__file__).resolve().parent.parent

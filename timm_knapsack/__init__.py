@@ -12,31 +12,31 @@ from .version import __version__  # noqa: E402
 
 # Public name → the module it lives in, in the order in which a user meets them.
 _HOME = {
-    "find_channel_groups": "find_groups",
-    "ChannelGroup": "channel_groups",
-    "ChannelGroups": "channel_groups",
-    "register_rule": "channel_rules",
-    "taylor_scores": "taylor_scores",
-    "Scores": "taylor_scores",
-    "solve_knapsack": "knapsack",
-    "Budget": "budget",
-    "LatencyTable": "latency",
-    "prune": "pruning",
-    "sweep": "pruning",
-    "slice_model": "slim",
-    "resize_model": "slim",
-    "recover": "recovery",
-    "DistillationConfig": "distillation",
-    "finetune": "finetune",
-    "FinetuneConfig": "finetune",
-    "evaluate": "finetune",
-    "save_pretrained": "hub",
-    "push_to_hub": "hub",
-    "ChannelConfig": "channel_config",
-    "register_pruned_model": "pruned_models",
-    "count_macs": "costs",
-    "count_params": "costs",
-    "measure_latency": "latency",
+    "find_channel_groups": "channels.find_groups",
+    "ChannelGroup": "slim.channel_groups",
+    "ChannelGroups": "slim.channel_groups",
+    "register_rule": "channels.op_rules",
+    "taylor_scores": "values.taylor",
+    "Scores": "values.taylor",
+    "solve_knapsack": "knapsack.solve",
+    "Budget": "pruning.budget",
+    "LatencyTable": "costs.latency.table",
+    "prune": "pruning.prune",
+    "sweep": "pruning.prune",
+    "slice_model": "slim.cutting",
+    "resize_model": "slim.cutting",
+    "recover": "recovery.closed_form",
+    "DistillationConfig": "training.distillation",
+    "finetune": "training.finetuning",
+    "FinetuneConfig": "training.finetuning",
+    "evaluate": "training.finetuning",
+    "save_pretrained": "hub.saving",
+    "push_to_hub": "hub.saving",
+    "ChannelConfig": "slim.channel_config",
+    "register_pruned_model": "models.pruned_models",
+    "count_macs": "costs.counted",
+    "count_params": "costs.counted",
+    "measure_latency": "costs.latency.table",
 }
 
 __all__ = ["BudgetError", "ChannelConfigError", "KnapsackError", "__version__", *_HOME]
@@ -53,11 +53,7 @@ def __getattr__(name):
 
 
 # Registering models is what the import is for.
-from . import cifar_resnet, pruned_models  # noqa: E402, F401
-
-# These functions share their module's name: loaded at once, or the module would stand where the function belongs.
-from .finetune import finetune  # noqa: E402, F401
-from .taylor_scores import taylor_scores  # noqa: E402, F401
+from .models import cifar_resnet, pruned_models  # noqa: E402, F401
 
 
 def __dir__():

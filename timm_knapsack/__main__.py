@@ -1,5 +1,5 @@
 """``python -m timm_knapsack …`` and ``accelerate launch -m timm_knapsack …``."""
 
-from .cli import main
+from .cli.app import main
 
 main()

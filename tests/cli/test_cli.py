@@ -1,0 +1,280 @@
+"""The command line as a user meets it: every verb's example, JSON, and one helpful line for each mistake."""
+
+import errno
+import json
+import os
+import re
+import shlex
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from timm_knapsack.cli import app as cli
+
+VERBS = (
+    "doctor",
+    "groups",
+    "score",
+    "latency",
+    "prune",
+    "finetune",
+    "evaluate",
+    "report",
+    "publish",
+    "run",
+    "quickstart",
+)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A user's folder: images in ten classes, images without labels, weights of a small network, a pruned one."""
+    folder = tmp_path_factory.mktemp("user")
+    random = np.random.default_rng(0)
+    for label in range(10):
+        for split in ("train", "val"):
+            (folder / "images" / split / f"c{label}").mkdir(parents=True)
+            for i in range(2):
+                image = Image.fromarray(random.integers(0, 255, (32, 32, 3), dtype=np.uint8))
+                image.save(folder / "images" / split / f"c{label}" / f"{i}.png")
+    (folder / "flat").mkdir()
+    for i in range(6):
+        Image.fromarray(random.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(folder / "flat" / f"{i}.png")
+    (folder / "empty").mkdir()
+    torch.manual_seed(0)
+    save_file(timm.create_model("cifar_resnet20").state_dict(), folder / "weights.safetensors")
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        arguments = "--weights weights.safetensors --budget macs=0.5 --data images --out resnet20-half --device cpu"
+        assert call(f"prune cifar_resnet20 {arguments} --batch-size 10 --limit 10")[0] == 0
+        yield folder
+    finally:
+        os.chdir(before)
+
+
+def call(line: str, capture=None):
+    """Exit code, stdout and stderr of a command line."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(shlex.split(line))
+    out, err = capture.readouterr() if capture else ("", "")
+    return end.value.code, out, err
+
+
+@pytest.fixture
+def user(work, capsys, monkeypatch):
+    monkeypatch.chdir(work)
+    capsys.readouterr()
+    return lambda line: call(line, capsys)
+
+
+def example_of(verb: str) -> str:
+    command = next(c for c in cli.app.registered_commands if c.callback.__name__ == verb)
+    return re.search(r"Example: timm-knapsack (.+)", command.callback.__doc__)[1]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_shows_an_example(verb, user):
+    code, out, err = user(f"{verb} --help")
+    assert code == 0 and err == ""
+    assert "Example: timm-knapsack " + verb in " ".join(out.split())
+
+
+def test_help_examples_work(user, work, monkeypatch):
+    """In the order of the verbs: later ones use what earlier ones wrote. Quickstart and run have tests of their own."""
+    # seconds of waiting
+    monkeypatch.setattr("timm_knapsack.costs.latency.table.measure_latency", lambda *a, **k: _latency())
+    for verb in ("doctor", "groups", "score", "latency", "prune", "finetune", "evaluate", "report", "publish"):
+        code, out, err = user(example_of(verb))
+        assert code == 0, f"{verb}: {err}"
+        assert out, verb
+    model = timm.create_model(f"local-dir:{work}/resnet18-half", pretrained=True)
+    assert sum(p.numel() for p in model.parameters()) < 11_689_512
+    tuned = timm.create_model(f"local-dir:{work}/tuned/model", pretrained=True)
+    assert tuned(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+    assert (work / "resnet18-half" / "report.html").exists()
+
+
+def _latency():
+    from timm_knapsack.costs.latency.table import Latency
+
+    return Latency.of([0.01, 0.011, 0.012])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "groups cifar_resnet20",
+        "score cifar_resnet20 --no-pretrained --criterion magnitude --out s.safetensors",
+        "prune cifar_resnet20 --no-pretrained --criterion magnitude --budget macs=0.6 --out half",
+        "evaluate resnet20-half --data images --device cpu",
+        "report resnet20-half --out pictures",
+        "publish resnet20-half me/resnet20-half --dry-run",
+    ],
+)
+def test_json_parses_and_stands_alone(line, user):
+    code, out, err = user(f"{line} --json")
+    assert code == 0, err
+    assert isinstance(json.loads(out), dict)
+
+
+def test_one_scoring_pass_serves_several_budgets(user):
+    assert user("score cifar_resnet20 --weights weights.safetensors --data images --limit 20 --device cpu")[0] == 0
+    macs = {}
+    for share in (0.7, 0.4):
+        line = f"prune cifar_resnet20 --weights weights.safetensors --budget macs={share} --scores scores.safetensors"
+        code, out, _ = user(f"{line} --out b{share} --json")
+        assert code == 0
+        macs[share] = json.loads(out)["costs"][0]
+    for share, cost in macs.items():
+        assert cost["counted"] <= cost["asked"] == pytest.approx(share * cost["original"])
+
+
+def test_images_without_labels_are_labelled_by_the_model(user):
+    code, out, err = user(f"{P} --budget macs=0.5 --data flat --no-recover --out f")
+    assert code == 0
+    assert "no labels" in err and "--labels model" in err
+    assert "local-dir:" in out
+
+
+def test_recovery_changes_the_weights_and_is_noted(user, work):
+    plain = "prune cifar_resnet20 --weights weights.safetensors --budget macs=0.5 --data images --limit 10 --device cpu"
+    assert user(f"{plain} --no-recover --batch-size 10 --out not-recovered")[0] == 0
+    recovered, sliced = (load_file(work / name / "model.safetensors") for name in ("resnet20-half", "not-recovered"))
+    assert recovered.keys() == sliced.keys()
+    assert any(not torch.equal(recovered[name], sliced[name]) for name in sliced)
+    assert "recovered in closed form" in (work / "resnet20-half" / "README.md").read_text()
+
+
+P = "prune cifar_resnet20 --weights weights.safetensors --device cpu"
+MISTAKES = {
+    "wrong model name": ("prune cifar_resnet2O --budget macs=0.5", "or cifar_resnet20"),
+    "no images": (f"{P} --budget macs=0.5 --data empty", "no images in empty"),
+    "no such folder": (f"{P} --budget macs=0.5 --data imagse", "there is no such local path"),
+    "budget 0": (f"{P} --budget macs=0 --data images", "give a fraction above 0"),
+    "budget 1.5": (f"{P} --budget macs=1.5 --data images", "a fraction is at most 1"),
+    "class count mismatch": (
+        "prune resnet18 --no-pretrained --budget macs=0.5 --data images --device cpu", "--labels model"),
+    "GPU asked but none": ("prune cifar_resnet20 --budget macs=0.5 --device cuda:9", "--device auto or cpu"),
+    "misspelt option": (f"{P} --bugdet macs=0.5", "--budget"),
+    "misspelt setting": ("finetune resnet20-half --data images --set epoch=2", "did you mean 'epochs'?"),
+    "weights of another model": ("prune resnet18 --weights weights.safetensors --budget macs=0.5", "does not fit"),
+    "no data": ("evaluate resnet20-half", "--data FOLDER"),
+    "not a pruned model": ("finetune images --data images", "is no folder with a pruned model"),
+    "unreachable budget": (f"{P} --budget macs=0.0001 --data images --limit 10", "the smallest reachable is"),
+    "unlabelled training": ("finetune resnet20-half --data flat --out u", "has no labels"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_answered_by_one_helpful_line(mistake, user):
+    line, help_ = MISTAKES[mistake]
+    check(user(line), help_)
+
+
+def check(result, help_: str, code: int = 2) -> None:
+    found, out, err = result
+    lines = [line for line in err.splitlines() if not line.startswith("note:")]
+    assert found == code, err
+    assert out == "" and len(lines) == 1 and lines[0].startswith("error: "), err
+    assert help_ in lines[0] and len(lines[0]) < 600
+
+
+def test_missing_label_column(user, work, capsys):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"picture": [str(work / "flat" / "0.png")] * 4, "answer": [0, 1, 2, 3]})
+    table = table.cast_column("picture", datasets.Image())
+    (work / "table").mkdir(exist_ok=True)
+    table.to_parquet(work / "table" / "data.parquet")
+    capsys.readouterr()  # its progress bar
+    check(user("evaluate resnet20-half --data table --label-column labl --device cpu"), "answer")
+
+
+def test_unreadable_folder(user, monkeypatch):
+    listdir = os.listdir
+
+    def refuse(path="."):
+        if os.path.basename(str(path)) == "images":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)  # as root everything is readable
+    check(user(f"{P} --budget macs=0.5 --data images"), "no permission to read the folder images")
+
+
+def test_no_permission_to_write(user, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    check(user(f"{P} --budget macs=0.5 --data images --out new"), "choose another folder")
+
+
+def test_full_disk(user, monkeypatch):
+    import safetensors.torch
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    line = "prune cifar_resnet20 --no-pretrained --criterion magnitude --budget macs=0.5 --out full"
+    check(user(line), "the disk is full", code=1)
+
+
+def test_old_checkpoint(user, work):
+    """An unfinished run's folder is neither overwritten nor resumed with other settings."""
+    line = "finetune resnet20-half --data images --batch-size 10 --out old --device cpu"
+    assert user(f"{line} --epochs 1")[0] == 0
+    check(user(f"{line} --epochs 1"), "earlier run")
+    check(user(f"{line} --epochs 1 --lr 0.5 --resume"), "belongs to another run: config.lr is 0.02")
+    state = work / "old" / "checkpoints" / "last" / "state.json"
+    state.write_text(state.read_text().replace('"version": 1', '"version": 0'))
+    check(user(f"{line} --epochs 1 --resume"), "has version 0")
+
+
+def test_recipe_typo(user, work):
+    (work / "r.yaml").write_text("name: a\nmodel: {name: resnet18}\ndata: {source: images}\nbuget: {macs: 0.5}\n")
+    check(user("run r.yaml"), "unknown key 'buget'; did you mean 'budget'?")
+
+
+def test_weights_that_can_not_be_downloaded(user, monkeypatch):
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+    def refuse(*args, **kwargs):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(timm, "create_model", refuse)
+    check(user("prune resnet18 --budget macs=0.5 --criterion magnitude"), "--weights FILE.safetensors")
+
+
+def test_a_fault_of_ours_is_one_line_and_debug_shows_the_trace(user, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("timm_knapsack.channels.find_groups.find_channel_groups", broken)
+    check(user("groups cifar_resnet20"), "--debug", code=1)
+    code, _, err = user("groups cifar_resnet20 --debug")
+    assert code == 1 and "Traceback" in err
+
+
+def test_quickstart_ends_with_a_table_and_two_lines_of_python(user, monkeypatch):
+    code = 'import timm, timm_knapsack\nmodel = timm.create_model("local-dir:q/model", pretrained=True)'
+    canned = {"table": [["top-1", "98.22 %", "98.44 %", "+0.22"]], "report": "q/report.html", "code": code}
+    monkeypatch.setattr("timm_knapsack.pipeline.quickstart.quickstart", lambda folder, **options: canned)
+    ended, out, err = user("quickstart --out q")
+    assert ended == 0 and err == "" and "98.44 %" in out and out.rstrip().endswith(code)
+    assert json.loads(user("quickstart --out q --json")[1])["report"] == "q/report.html"
+
+
+def test_importing_the_command_line_is_light():
+    import subprocess
+    import sys
+
+    heavy = "('matplotlib', 'sklearn', 'datasets')"
+    code = "import sys, timm_knapsack.cli.app, timm_knapsack.reports.page; "
+    code += f"print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,323 @@
+"""Recovery: exact where an exact answer exists, harmless where nothing was lost, honest about what it can't do."""
+
+import copy
+import logging
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import timm_knapsack as tk
+from timm_knapsack.errors import KnapsackError
+from timm_knapsack.maps.replay import Replay
+from timm_knapsack.recovery.closed_form import recover_layers, reestimate_batchnorm
+from timm_knapsack.recovery.ridge import RidgeSums, draw_positions, flat_weight, outputs, patches
+
+LAYERS = {
+    "3x3": lambda: nn.Conv2d(6, 8, 3, padding=1),
+    "stride": lambda: nn.Conv2d(6, 8, 3, stride=2, padding=1),
+    "dilation": lambda: nn.Conv2d(6, 8, 3, dilation=2, padding=2),
+    "1x1 stride": lambda: nn.Conv2d(6, 8, 1, stride=2, bias=False),
+    "oblong": lambda: nn.Conv2d(6, 8, (1, 5), padding=(0, 2)),
+    "groups": lambda: nn.Conv2d(6, 9, 3, padding=1, groups=3),
+    "depthwise": lambda: nn.Conv2d(6, 6, 5, padding=2, groups=6),
+    "linear": lambda: nn.Linear(12, 7),
+}
+
+
+def images(n=8, size=16, channels=3, seed=0):
+    return torch.randn(n, channels, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_patches_times_weight_is_the_layer(kind):
+    torch.manual_seed(0)
+    layer = LAYERS[kind]()
+    x = torch.randn(2, 5, 12) if kind == "linear" else torch.randn(2, 6, 11, 12)
+    y = layer(x).detach()
+    at = draw_positions(layer, y, most=6, seed=0)
+    for positions in (None, at):
+        made = patches(layer, x, positions) @ flat_weight(layer)
+        if layer.bias is not None:
+            made = made + layer.bias.detach().reshape(made.shape[0], 1, -1)
+        assert torch.allclose(made, outputs(layer, y, positions), atol=1e-5)
+    assert len(at) == 3  # 6 positions over 2 images
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_fit_finds_the_weights_that_made_the_target(kind):
+    torch.manual_seed(1)
+    layer, truth = LAYERS[kind](), LAYERS[kind]()
+    sums = RidgeSums(layer)
+    for _ in range(3):
+        x = torch.randn(16, 9, 12) if kind == "linear" else torch.randn(16, 6, 11, 12)
+        target, now = truth(x).detach(), layer(x).detach()
+        columns, now, target = patches(layer, x), outputs(layer, now), outputs(layer, target)
+        sums.add(columns, target - now, target)
+    fit = sums.fit(ridge=1e-9, intercept=layer.bias is not None)
+    assert torch.allclose(fit.weight, truth.weight, atol=1e-4)
+    if layer.bias is not None:
+        assert torch.allclose(layer.bias + fit.intercept.float(), truth.bias, atol=1e-4)
+    assert fit.error_after < 1e-5 < fit.error_before
+
+
+def test_the_penalty_is_chosen_on_images_that_were_not_fitted():
+    """Far fewer positions than inputs, and a target that is noise: the layer had better stay as it is."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 3)
+    sums = RidgeSums(layer)
+    x, noise = torch.randn(1, 40, 64), torch.randn(1, 40, 3)
+    sums.add(x, noise, noise)
+    assert sums.fit(None, intercept=True).ridge >= 1.0
+    assert sums.fit(1e-6, intercept=True).error_after < 1e-3  # as fitted, it looks perfect
+
+
+class Redundant(nn.Module):
+    """The second half of every hidden layer repeats the first, as a residual net with a stem and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(*[Block() for _ in range(3)])
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.blocks(F.relu(self.stem(x))).mean((2, 3)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(8, 12, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(12)
+        self.conv2 = nn.Conv2d(12, 8, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(8)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        y = F.relu(self.bn1(self.conv1(x)))
+        return self.act(self.bn2(self.conv2(y)) + x)
+
+
+def redundant_net():
+    torch.manual_seed(0)
+    net = Redundant().eval()
+    for block in net.blocks:
+        for norm in (block.bn1, block.bn2):
+            norm.running_mean.normal_(0, 0.1)
+            norm.running_var.uniform_(0.5, 1.5)
+            norm.weight.data.uniform_(0.5, 1.5)
+        for tensor in (block.conv1.weight.data, *block.bn1.state_dict().values()):
+            if tensor.dim():
+                tensor[6:] = tensor[:6]
+    return net
+
+
+def half_of(net):
+    groups = tk.find_channel_groups(net, torch.zeros(1, 3, 16, 16))
+    keep = {f"blocks.{i}.conv1": range(6) for i in range(3)}
+    slim = tk.slice_model(net, groups, keep)
+    kept = {f"blocks.{i}.conv1": torch.arange(6) for i in range(3)}
+    return slim, kept
+
+
+def test_what_the_kept_channels_can_say_is_rebuilt_exactly():
+    net = redundant_net()
+    slim, kept = half_of(net)
+    x = images(seed=5)
+    with torch.no_grad():
+        lost = (slim(x) - net(x)).abs().max()
+        tk.recover(slim, net, [images(32), images(32, seed=1)], kept=kept, ridge=1e-9)
+        left = (slim(x) - net(x)).abs().max()
+    assert lost > 0.02  # the check could fail: without recovery the outputs differ
+    assert left < 1e-3 * lost
+
+
+def test_nothing_lost_nothing_changed():
+    net = timm.create_model("resnet10t", num_classes=4).eval()
+    same = copy.deepcopy(net)
+    fits = recover_layers(same, net, [images(4, 32)])
+    assert fits == []
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), same.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "convnext_atto", "vit_tiny_patch16_224"])
+def test_recovery_brings_a_pruned_model_nearer_to_its_teacher(name):
+    torch.manual_seed(0)
+    size = 32 if name.startswith("vit") else 64
+    options = {"img_size": size} if name.startswith("vit") else {}
+    model = timm.create_model(name, num_classes=4, **options).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("gamma"):
+            parameter.data.fill_(0.5)  # as after training; the initial 1e-6 would hide the blocks
+    x = images(16, size)
+    groups = tk.find_channel_groups(model, x[:1])
+    inner = [g.name for g in groups if sum(s.role == "out" for s in g.slices) == 1]
+    keep = {n: range(0, groups[n].size, 2) for n in inner}
+    slim = tk.slice_model(model, groups, keep)
+    from timm_knapsack.pruning.prune import kept_outputs
+
+    kept = kept_outputs(groups, groups.check_keep(keep))
+    with torch.no_grad():
+        before = (slim(x) - model(x)).square().mean()
+        teacher_state = copy.deepcopy(model.state_dict())
+        tk.recover(slim, model, [images(64, size, seed=2)], kept=kept)
+        after = (slim(x) - model(x)).square().mean()
+    assert after < before
+    assert all(torch.equal(a, b) for a, b in zip(teacher_state.values(), model.state_dict().values(), strict=True))
+
+
+def test_gates_and_depthwise_convs_are_fitted_too():
+    model = timm.create_model("mobilenetv3_small_050", num_classes=4).eval()
+    groups = tk.find_channel_groups(model)
+    result = tk.prune(model, scores=tk.taylor_scores(model, groups, criterion="magnitude"), budget=tk.Budget(macs=0.6))
+    fits = recover_layers(result.model, model, [images(32, 96)])
+    fitted = [fit for fit in fits if not fit.skipped]
+    assert any("conv_dw" in fit.name for fit in fitted) and any(".se." in fit.name for fit in fitted)
+    assert all(fit.after <= fit.before * 1.0001 for fit in fitted)
+    assert torch.isfinite(result.model(images(4, 96))).all()
+
+
+def test_flags_and_gradients_are_left_as_they_were():
+    net = redundant_net()
+    slim, kept = half_of(net)
+    slim.train()
+    slim.blocks[1].eval()
+    net.train()
+    tk.recover(slim, net, [images(8)], kept=kept)
+    assert slim.training and not slim.blocks[1].training and net.training
+    assert all(p.requires_grad and p.grad is None for p in slim.parameters())
+
+
+def test_a_layer_without_a_closed_form_is_left_alone_and_named(caplog):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Conv2d(3, 8, 1)
+            self.again = nn.Conv2d(8, 8, 1)
+            self.last = nn.Linear(8, 2)
+
+        def forward(self, x):
+            x = F.relu(self.first(x))
+            return self.last(self.again(F.relu(self.again(x))).mean((2, 3)))
+
+    torch.manual_seed(0)
+    net = Shared().eval()
+    groups = tk.find_channel_groups(net, torch.zeros(1, 3, 8, 8))
+    keep = {g.name: range(0, g.size, 2) for g in groups}
+    slim = tk.slice_model(net, groups, keep)
+    from timm_knapsack.pruning.prune import kept_outputs
+
+    with caplog.at_level(logging.INFO):
+        fits = recover_layers(slim, net, [images(8, 8)], kept=kept_outputs(groups, groups.check_keep(keep)))
+    skipped = {fit.name: fit.skipped for fit in fits if fit.skipped}
+    assert skipped == {"again": "it runs 2 times in one forward pass"}
+    assert "again" in caplog.text
+
+
+def test_batchnorm_statistics_are_the_mean_over_the_images():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    batches = [images(6), images(6, seed=1)]
+    reestimate_batchnorm(net, batches)
+    with torch.no_grad():
+        y = [net[0](x) for x in batches]
+    assert torch.allclose(net[1].running_mean, torch.stack([b.mean((0, 2, 3)) for b in y]).mean(0), atol=1e-5)
+    variances = torch.stack([b.var((0, 2, 3)) for b in y]).mean(0)
+    assert torch.allclose(net[1].running_var, variances, rtol=1e-4)
+    assert not net[1].training and net[1].momentum == 0.1
+
+
+def test_playing_back_gives_what_a_full_run_gives():
+    net = redundant_net()
+    replay = Replay(net, [images(4), images(4, seed=3)])
+    last = net.blocks[2].conv2
+    full = [replay.run(b, last)["until"] for b in range(2)]
+    for module in (net.stem, net.blocks[0], net.blocks[1]):
+        replay.finish(module)
+    assert replay.honest and len(replay.finished) == 3
+    for b in range(2):
+        assert torch.allclose(replay.run(b, last)["until"], full[b], atol=1e-6)
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(10**9, 0), (20_000, 1), (5_000, 2), (10, None)])
+def test_outputs_that_are_too_large_to_keep_are_made_again(limit, kept, monkeypatch):
+    monkeypatch.setattr("timm_knapsack.maps.replay.MAX_CACHE_BYTES", limit)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Conv2d(width, 8, 3, 2 if i else 1, 1) for i, width in enumerate((3, 8, 8, 8)))).eval()
+    batches = [images(4), images(4, seed=3)]  # the first conv gives 65 kB, the second 16, the third 4
+    replay = Replay(net, batches)
+    full = [net(batch) for batch in batches]
+    for position in range(3):
+        replay.finish(net[position])
+        assert bool(replay.cached) == (kept is not None and position >= kept)
+    assert replay.honest
+    for batch, expected in enumerate(full):
+        assert torch.allclose(replay.run(batch, net[3])["until"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_what_lies_between_finished_segments_sees_one_image_unless_the_net_remembers_how_many(remembers):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.between, self.b, self.c = nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x):
+            count = len(x) if remembers else -1
+            x = self.b(self.between(self.a(x)))
+            return self.c(x.reshape(count, *x.shape[1:]))
+
+    torch.manual_seed(0)
+    net = Net().eval()
+    replay = Replay(net, [images(4), images(4, seed=3)])
+    full = [replay.run(b, net.c)["until"] for b in range(2)]
+    seen = []
+    net.between.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    for module in (net.a, net.b):
+        replay.finish(module)
+    assert replay.honest and replay.thin != remembers
+    for b in range(2):
+        assert torch.allclose(replay.run(b, net.c)["until"], full[b], atol=1e-6)
+        assert seen[-1] == (4 if remembers else 1)
+        few = replay.first(2).run(0, net.c)["until"]
+        assert torch.allclose(few, full[0][:2], atol=1e-6)
+
+
+def test_a_net_that_looks_back_is_not_played_back():
+    class Dense(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x):
+            a = self.a(x)
+            b = self.b(a)
+            return self.c(torch.cat([a, b], 1))
+
+    torch.manual_seed(0)
+    net = Dense().eval()
+    replay = Replay(net, [images(4)])
+    full = replay.run(0, net.c)["until"]
+    replay.finish(net.a)
+    assert replay.honest
+    replay.finish(net.b)  # from here on, a's output would be a placeholder
+    assert not replay.honest
+    assert torch.allclose(replay.run(0, net.c)["until"], full)
+
+
+def test_kind_errors():
+    net = redundant_net()
+    slim, kept = half_of(net)
+    with pytest.raises(KnapsackError, match="nothing says which; pass kept="):
+        tk.recover(slim, net, [images(4)])
+    with pytest.raises(KnapsackError, match="names 3 channels, the student's layer has 6"):
+        tk.recover(slim, net, [images(4)], kept={**kept, "blocks.0.conv1": torch.arange(3)})
+    with pytest.raises(KnapsackError, match="is it the model that was pruned"):
+        tk.recover(slim, timm.create_model("resnet10t"), [images(4)], kept=kept)
+    with pytest.raises(KnapsackError, match="gave no images"):
+        tk.recover(slim, net, [], kept=kept)
+    with pytest.raises(KnapsackError, match="expected images"):
+        tk.recover(slim, net, [{"x": 1}], kept=kept)

@@ -1,0 +1,68 @@
+"""find_channel_groups: one trace → coupled channel groups, verified, and what is frozen, with why."""
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import TraceError, first_line
+from ..slim.channel_groups import ChannelGroups
+from .dry_run import verified
+from .grouping import groups_of
+from .tracing import Trace, copy_with, example_dtype, example_input, inputs_like, named_tensors, on_meta, run_trace
+
+
+def find_channel_groups(model: nn.Module, example_inputs=None, *, verify: bool = True) -> ChannelGroups:
+    """Find which channels of a model must be removed together, and which can't be removed.
+
+    The model itself is not touched and not run: a copy runs once on the meta device, whatever its size.
+
+    Args:
+        example_inputs: a tensor (or tuple of them) the model can be called with; by default one image of the size in
+            the model's timm config. Only shapes matter.
+        verify: dry-run the model with units removed from every group; a group that fails is frozen.
+
+    Example:
+        >>> import timm
+        >>> groups = find_channel_groups(timm.create_model("resnet18"))
+        >>> groups["layer1.0.conv1"].size
+        64
+        >>> groups.frozen["fc"]
+        "the model's output"
+    """
+    devices = {str(tensor.device) for _, tensor in named_tensors(model)}
+    if len(devices) > 1:
+        raise TraceError(
+            f"the model is spread over {', '.join(sorted(devices))}; move it to one device first: model.to(…)"
+        )
+    if example_inputs is None:
+        example_inputs = torch.empty(example_input(model), device="meta", dtype=example_dtype(model))
+    shadow, inputs, trace = _shadow(model, example_inputs)
+    groups = groups_of(model, shadow, trace, inputs)
+    return verified(groups, model, shadow, inputs, trace) if verify else groups
+
+
+def _shadow(model: nn.Module, example_inputs) -> tuple[nn.Module, tuple, Trace]:
+    """A copy to run in the model's place: on the meta device, or with real tensors where the model asks for values."""
+    try:
+        shadow = on_meta(model)
+        inputs = inputs_like(example_inputs, "meta")
+        return shadow, inputs, run_trace(shadow, inputs)
+    except Exception as error:
+        if isinstance(error, TraceError):
+            raise
+        on_meta_error = error
+    try:
+        device = next((tensor.device for _, tensor in named_tensors(model)), torch.device("cpu"))
+        device = torch.device("cpu") if device.type == "meta" else device
+        shadow = copy_with(model, lambda _, t: torch.zeros_like(t, device=device) if t.is_meta else t).eval()
+        inputs = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+        inputs = tuple(torch.zeros_like(x, device=device) if x.is_meta else x.to(device) for x in inputs)
+        return shadow, inputs, run_trace(shadow, inputs)
+    except Exception as error:
+        raise TraceError(
+            f"{type(model).__name__} can't be run on {_shapes(inputs_like(example_inputs, 'meta'))}: "
+            f"{first_line(error)} (on the meta device: {first_line(on_meta_error)})"
+        ) from error
+
+
+def _shapes(inputs) -> str:
+    return ", ".join(str(list(x.shape)) for x in inputs if isinstance(x, Tensor))

@@ -1,0 +1,386 @@
+"""One forward pass under a TorchDispatchMode: labels follow every ATen op.
+
+The model runs as a copy on the meta device, where tensors have shapes but no values, so tracing costs neither memory
+nor arithmetic. A model that asks for a value (``.item()``) is traced with real tensors instead.
+"""
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from ..errors import TraceError
+from ..slim.attributes import channel_numbers
+from . import shape_rules  # noqa: F401  (fills the table)
+from .labels import Axis, Labels, Layout, size_of
+from .meta_shapes import meta_result
+from .op_rules import RULES, freeze_all, plain
+
+
+class Trace(TorchDispatchMode):
+    """Runs rules beside ops.
+
+    Layouts are kept by the tensors' ids. Meta tensors cost nothing, so they are held to keep their ids unique; real
+    ones are let go, and their layouts with them.
+    """
+
+    def __init__(self, model: nn.Module, bound_classes: frozenset[str] = frozenset()):
+        super().__init__()
+        self.labels = Labels()
+        self.bound_classes = bound_classes
+        self.on_meta = all(tensor.is_meta for _, tensor in named_tensors(model))
+        self.output_shapes: list[tuple[int, ...]] = []
+        self.param_labels: dict[tuple[str, int], int] = {}  # (name, dim) → its first label
+        self.reached: set[str] = set()
+        self._layouts: dict[int, Layout] = {}
+        self._held: dict[int, Tensor | weakref.ref] = {}
+        self._names: dict[int, str] = {}
+        for name, tensor in named_tensors(model):
+            dims = []
+            for d, size in enumerate(tensor.shape):
+                self.param_labels[name, d] = self.labels.count
+                dims.append(self.labels.new_dim(size))
+                self.labels.count = self.param_labels[name, d] + size  # a dim of size 1 owns a label too
+            self.set_layout(tensor, Layout(dims, weight=True))
+            self._names[id(tensor)] = name
+        self._modules = {id(module): name for name, module in model.named_modules()}
+        self._stack: list[tuple[str, dict]] = []
+
+    # ---- what rules ask for
+
+    @staticmethod
+    def is_tensor(x) -> bool:
+        return isinstance(x, Tensor)
+
+    @staticmethod
+    def tensors(args, kwargs) -> list[Tensor]:
+        return [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+
+    def __call__(self, tensor: Tensor) -> Layout:
+        if id(tensor) in self._names:
+            self.reached.add(self._names[id(tensor)])
+        layout = self._layouts.get(id(tensor))
+        return plain(tensor.shape) if layout is None else layout
+
+    def set_layout(self, tensor: Tensor, layout: Layout) -> None:
+        key = id(tensor)
+        self._layouts[key] = layout
+        self._held[key] = tensor if self.on_meta else weakref.ref(tensor, lambda _: self._forget(key))
+
+    def _forget(self, key: int) -> None:
+        self._layouts.pop(key, None)
+        self._held.pop(key, None)
+
+    # ---- the pass
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        namespace, op = func._schema.name.split("::")
+        result = meta_result(op, args, kwargs) if self.on_meta and namespace == "aten" else None
+        if result is None:
+            result = func(*args, **kwargs)
+        outputs = [y for y in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(y, Tensor)]
+        if not outputs:
+            return result
+        labels = self.labels
+        labels.module, labels.bound = self._stack[-1] if self._stack else ("", {})
+        labels.place = f"{namespace}.{op} in {labels.module or 'the model itself'}"
+        rule = RULES.get(func._schema.name)
+        if rule is None:
+            freeze_all(labels, self, args, kwargs, f"no rule for the op {namespace}.{op}")
+            layouts = [plain(y.shape) for y in outputs]
+        else:
+            layouts = rule(labels, op, self, args, kwargs, outputs)
+            layouts = [layouts] if isinstance(layouts, Layout) else list(layouts)
+        for tensor, layout in zip(outputs, layouts, strict=True):
+            if [size_of(dim) for dim in layout.dims] != list(tensor.shape):
+                freeze_all(labels, self, args, kwargs, f"the rule for {namespace}.{op} does not give the op's shape")
+                layout = plain(tensor.shape)
+            self.set_layout(tensor, layout)
+        return result
+
+    @contextmanager
+    def following_modules(self):
+        """Keep track of which module is running, by its name."""
+
+        def enter(module, inputs):
+            name = self._modules.get(id(module), self._stack[-1][0] if self._stack else "")
+            bound = self._bound_sizes(module, inputs) if type(module).__name__ in self.bound_classes else {}
+            self._stack.append((name, bound))
+
+        def leave(module, *_):
+            self._stack.pop()
+
+        hooks = [
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave),
+        ]
+        try:
+            yield
+            self._stack.clear()
+        finally:  # after an error the stack still ends with the module that raised it
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def running(self) -> str:
+        """The module that is running, or that raised the error that ended the trace."""
+        return self._stack[-1][0] if self._stack else ""
+
+    def _bound_sizes(self, module: nn.Module, inputs) -> dict[int, tuple | None]:
+        """Sizes a module's code may read off its inputs' channel dims, or off one attribute for several layers."""
+        sizes = dict.fromkeys(channel_numbers(module))
+        for tensor in self.tensors(inputs, {}):
+            for dim in self(tensor).dims:
+                if any(axis.labels is not None and not axis.uniform for axis in dim) and not sizes.get(size_of(dim)):
+                    sizes[size_of(dim)] = dim
+        return sizes
+
+
+class _AttentionScale(TorchFunctionMode):
+    """Fused attention without an explicit scale divides by the width of a head: its channels are not independent.
+
+    On the meta device the fused op is taken apart before a dispatch mode sees it, so it is watched one level up.
+    """
+
+    def __init__(self, trace: Trace):
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention and kwargs.get("scale") is None:
+            self.trace.labels.mix(self.trace(args[0] if args else kwargs["query"]).dims[-1])
+        return func(*args, **kwargs)
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, each tensor once under its first name."""
+    seen, result = set(), []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            result.append((name, tensor))
+    return result
+
+
+def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A deep copy in which each parameter and buffer is what ``replace(name, tensor)`` returns; hooks stay behind."""
+    memo = {}
+    for name, tensor in named_tensors(model):
+        new = replace(name, tensor)
+        if isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = new
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in _HOOKS:
+                if value:
+                    memo[id(value)] = _lasting_hooks(value)  # not copied at all: they may hold anything
+            elif not name.startswith("_"):  # plain tensor attributes, and caches of them, go where the parameters go
+                found = tree_flatten(value)[0] if isinstance(value, (dict, list, tuple)) else (value,)
+                for tensor in found:
+                    if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                        memo[id(tensor)] = replace(name, tensor)
+    result = _copied(model, memo)
+    flags = [(module, module.training) for module in result.modules()]
+    result.train()  # modules that cache something for inference (attention biases) drop it here
+    for module, training in flags:
+        module.training = training
+    return result
+
+
+def _copied(module: nn.Module, memo: dict) -> nn.Module:
+    """copy.deepcopy of a module, several times faster: most attributes are plain values that need no copy."""
+    if id(module) in memo:
+        return memo[id(module)]
+    kind = type(module)
+    standard = kind.__setstate__ is nn.Module.__setstate__ and kind.__getstate__ is nn.Module.__getstate__
+    if not standard or hasattr(kind, "__deepcopy__"):
+        return copy.deepcopy(module, memo)  # a class with a will of its own
+    new = memo[id(module)] = kind.__new__(kind)
+    state = new.__dict__
+    for name, value in vars(module).items():
+        if name == "_modules":
+            state[name] = {n: None if child is None else _copied(child, memo) for n, child in value.items()}
+        elif name == "_compiled_call_impl":
+            continue  # as nn.Module leaves it behind itself
+        elif isinstance(value, _PLAIN):
+            state[name] = value
+        elif isinstance(value, dict) and not value:
+            state[name] = memo.get(id(value), type(value)())
+        else:
+            state[name] = copy.deepcopy(value, memo)
+    return new
+
+
+_PLAIN = (int, float, str, bool, type(None), type, torch.dtype)
+
+_HOOKS = frozenset(
+    "_forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks "
+    "_forward_pre_hooks_with_kwargs _backward_hooks _backward_pre_hooks _state_dict_hooks".split()
+)
+
+
+def _lasting_hooks(hooks: Mapping) -> OrderedDict:
+    """weight_norm and spectral_norm are hooks that belong to the layer: they stay."""
+    return OrderedDict((key, hook) for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils"))
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, in eval mode."""
+    return copy_with(model, lambda _, tensor: torch.empty_like(tensor, device="meta")).eval()
+
+
+def example_input(model: nn.Module, input_size=None, batch_size: int = 1) -> tuple[int, ...]:
+    """The shape to run a model with: as asked, or as its timm config says."""
+    if input_size is None:
+        config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
+        input_size = config.get("input_size") if isinstance(config, Mapping) else getattr(config, "input_size", None)
+        # An image size given to create_model wins over the config's.
+        grid = getattr(getattr(model, "patch_embed", None), "img_size", None)
+        if input_size is not None and grid is not None and tuple(grid) != tuple(input_size[1:]):
+            input_size = (input_size[0], *grid)
+    if input_size is None:
+        raise TraceError(
+            f"{type(model).__name__} does not say its input size; pass example_inputs=torch.zeros(1, 3, 224, 224) "
+            "(or input_size=(3, 224, 224)) with the size it expects"
+        )
+    size = tuple(int(n) for n in input_size)
+    channels = image_channels(model)
+    if channels is not None and size[0] != channels:
+        size = (channels, *size[1:])
+    return (batch_size, *size)
+
+
+def example_dtype(model: nn.Module) -> torch.dtype:
+    """Images come in the dtype of the model's first weight."""
+    return next((tensor.dtype for _, tensor in named_tensors(model) if tensor.is_floating_point()), torch.float32)
+
+
+def image_channels(model: nn.Module) -> int | None:
+    """Channels of the images that a timm model takes, for models created with another ``in_chans``: by its first conv.
+
+    A stem that folds blocks of pixels into channels (TResNet) has its first conv behind that.
+    """
+    config = getattr(model, "pretrained_cfg", None)
+    name = config.get("first_conv") if isinstance(config, Mapping) else None
+    if not name:
+        return None
+    name = name if isinstance(name, str) else name[0]
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError:
+        return None
+    if not isinstance(layer, nn.Conv2d):
+        return None
+    folds = [getattr(module, "bs", 1) ** 2 for module in model.modules() if type(module).__name__ == "SpaceToDepth"]
+    return layer.in_channels // max(folds, default=1)
+
+
+def inputs_like(example_inputs, device) -> tuple:
+    """Positional inputs on a device; floating tensors only."""
+    inputs = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    return tuple(
+        torch.empty_like(x, device=device) if isinstance(x, Tensor) and device == "meta" else x for x in inputs
+    )
+
+
+def run_trace(model: nn.Module, inputs: tuple, bound_classes: frozenset[str] = frozenset()) -> Trace:
+    """Run the model once; the trace holds all that was learnt."""
+    trace = Trace(model, bound_classes)
+    labels = trace.labels
+    for x in inputs:
+        if isinstance(x, Tensor):
+            layout = plain(x.shape)
+            if x.dim() >= 2 and x.shape[1] > 1:
+                axis = Axis(x.shape[1], labels.new(x.shape[1]))
+                layout.dims[1] = (axis,)
+                labels.frozen.append((axis.labels, "the model's input"))
+            trace.set_layout(x, layout)
+    features = {}
+    info = [*feature_entries(model)]
+    wanted = {module for _, module, _ in info}
+    handles = []
+    for name, module in model.named_modules():
+        if name in wanted:
+            handles.append(module.register_forward_hook(lambda m, i, y, n=name: features.__setitem__((n, "out"), y)))
+            handles.append(
+                module.register_forward_pre_hook(
+                    lambda m, i, n=name: features.__setitem__((n, "in"), i[0]) if i else None
+                )
+            )
+    inner = getattr(model, "forward_features", None)
+    if callable(inner) and "forward_features" not in vars(model):
+
+        def remember(*args, **kwargs):
+            features["", "features"] = result = inner(*args, **kwargs)
+            return result
+
+        model.forward_features = remember
+    try:
+        with torch.no_grad(), trace.following_modules(), _AttentionScale(trace), trace:
+            output = model(*inputs)
+    except Exception as error:
+        error.raised_in = trace.running
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+        vars(model).pop("forward_features", None)
+    for tensor in trace.tensors((output,), {}):
+        trace.output_shapes.append(tuple(tensor.shape))
+        for dim in trace(tensor).dims:
+            for axis in dim:
+                if axis.labels is not None:
+                    labels.frozen.append((axis.labels, "the model's output"))
+    _note_model_attributes(model, trace, info, features)
+    return trace
+
+
+def feature_entries(model: nn.Module) -> Iterator[tuple[int, str, str]]:
+    """(position, module, hook side) of each entry of a timm model's feature_info."""
+    info = getattr(model, "feature_info", None)
+    entries = getattr(info, "info", info)
+    if isinstance(entries, (list, tuple)):
+        for i, entry in enumerate(entries):
+            if isinstance(entry, dict) and type(entry.get("num_chs")) is int and entry.get("module"):
+                yield i, entry["module"], "in" if entry.get("hook_type") == "forward_pre" else "out"
+
+
+def _note_model_attributes(model: nn.Module, trace: Trace, info, features) -> None:
+    """timm's numbers about the whole model: num_features, head_hidden_size, feature_info."""
+    labels = trace.labels
+    labels.module = ""
+
+    def channels(tensor, size):
+        if isinstance(tensor, (tuple, list)):
+            tensor = tensor[-1] if tensor else None
+        if not isinstance(tensor, Tensor):
+            return None
+        dims = trace(tensor).dims
+        order = [1, -1, *range(len(dims))] if len(dims) == 4 else [-1, 1, *range(len(dims))]
+        fitting = [dims[d] for d in order if -len(dims) <= d < len(dims) and tensor.shape[d] == size]
+        return next((dim for dim in fitting if any(axis.labels is not None for axis in dim)), None)
+
+    entries = getattr(model.feature_info, "info", model.feature_info) if info else []
+    for i, module, side in info:
+        dim = channels(features.get((module, side)), entries[i]["num_chs"])
+        if dim is not None:
+            labels.use(entries[i]["num_chs"], dim, f"feature_info.{i}.num_chs")
+    for name in ("num_features", "embed_dim"):
+        size = vars(model).get(name)
+        dim = channels(features.get(("", "features")), size) if type(size) is int else None
+        if dim is not None:
+            labels.use(size, dim, name)
+    hidden = vars(model).get("head_hidden_size")
+    classifier = getattr(model, "get_classifier", lambda: None)()
+    if isinstance(classifier, (nn.Linear, nn.Conv2d)) and type(hidden) is int and classifier.weight.shape[1] == hidden:
+        labels.use(hidden, trace(classifier.weight).dims[1], "head_hidden_size")

@@ -1,0 +1,99 @@
+"""timm-knapsack: the command line, thin over the same functions as the Python interface."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from . import pruning, publishing, recipes, training
+from .console import JsonOption, one_line, print_json, stdout
+
+HELP = """Prune any timm image model to a budget, exactly, and get an ordinary timm model back.
+
+Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be. --debug shows the trace of an error."""
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
+
+
+@app.command()
+def doctor(
+    fix: Annotated[bool, typer.Option(help="Mend torchvision's missing operators in this environment.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Report versions, devices and known faults.
+
+    Example: timm-knapsack doctor
+    """
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from .doctor import diagnose, install_torchvision_hook
+
+    found = diagnose()
+    if fix and found.operators_missing and not found.plain_timm_imports:
+        path = install_torchvision_hook()
+        found = diagnose()
+        if not as_json:
+            stdout().print(f"wrote {path}: `import timm` works by itself in this environment now")
+    if as_json:
+        print_json(asdict(found))
+        return
+    table = Table("what", "found", title="timm-knapsack doctor")
+    for name, version in found.versions.items():
+        table.add_row(name, version)
+    table.add_row("devices", "; ".join(found.devices))
+    table.add_row("torchvision operators", "missing" if found.operators_missing else "there")
+    advice = "yes" if found.plain_timm_imports else "no: `timm-knapsack doctor --fix` mends it in this environment"
+    table.add_row("`import timm` alone, `accelerate launch`", advice)
+    stdout().print(table)
+
+
+for _verb in (
+    pruning.groups, pruning.score, pruning.latency, pruning.prune, training.finetune, training.evaluate,
+    publishing.report, publishing.publish, recipes.run, recipes.quickstart,
+):  # fmt: skip
+    app.command()(_verb)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; an error is one line on stderr, and the exit code says whose it is."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        code = app(arguments, standalone_mode=False)
+    except (typer.Exit, SystemExit) as end:
+        code = getattr(end, "exit_code", getattr(end, "code", 0))
+    except (typer.Abort, KeyboardInterrupt):
+        _say("stopped")
+        code = 1
+    except BrokenPipeError:  # `| head` has seen enough
+        code = 0
+    except Exception as error:
+        if debug:
+            import traceback
+
+            traceback.print_exc()
+        if hasattr(error, "format_message"):  # click's own: a wrong option or argument
+            message, code = _usage_error(error, arguments), 2
+        else:
+            message, code = one_line(error)
+        if message:
+            _say(f"error: {message}")
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _usage_error(error, arguments: list[str]) -> str:
+    message = " ".join(error.format_message().split())
+    verb = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    if "--help" in message or not message:
+        return message
+    return f"{message.rstrip('.')} (timm-knapsack {verb + ' ' if verb in known else ''}--help)"
+
+
+def _say(message: str) -> None:
+    red, reset = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    head, colon, rest = message.partition(":")
+    print(f"{red}{head}{colon}{reset}{rest}", file=sys.stderr)

@@ -1,0 +1,192 @@
+"""What all verbs share: printing, options of data and models, and errors in one line."""
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import KnapsackError
+
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help="Images: a folder (a subfolder for each class, or flat), parquet, a Hub dataset, timm:…",
+        metavar="SOURCE",
+    ),
+]
+SplitOption = Annotated[str | None, typer.Option(help="Split of the data; the natural one by default.")]
+BatchOption = Annotated[int, typer.Option(help="Images in a batch (on each process).")]
+LimitOption = Annotated[int | None, typer.Option(help="Use this many images only, a random choice.")]
+ImageColumnOption = Annotated[str | None, typer.Option(help="Column of the images in a table.")]
+LabelColumnOption = Annotated[str | None, typer.Option(help="Column of the labels in a table.")]
+RootOption = Annotated[str | None, typer.Option(help="Folder of a timm: dataset.")]
+WorkersOption = Annotated[int, typer.Option(help="Processes that read images ahead.")]
+LabelsOption = Annotated[
+    str,
+    typer.Option(
+        help="auto: the data's labels, or where it has none the classes that the model itself sees; data: insist on "
+        "labels; model: always the model's own classes."
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps …")]
+PretrainedOption = Annotated[bool, typer.Option(help="Load timm's weights; random ones otherwise.")]
+WeightsOption = Annotated[str | None, typer.Option(help="A .safetensors (or .pth) file of weights.", metavar="FILE")]
+ModelArgOption = Annotated[
+    list[str] | None,
+    typer.Option("--model-arg", help="Argument of timm.create_model, as num_classes=100.", metavar="KEY=VALUE"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, and nothing else, to stdout.")]
+
+
+def stdout():
+    """A rich console; plain and 120 wide when piped, so that scripts get whole lines."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120, soft_wrap=True, highlight=False)
+
+
+def note(text: str) -> None:
+    """A remark for the person at the terminal; nothing when stderr is piped."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)
+
+
+def warn(text: str) -> None:
+    """A remark that also a script's log should hold."""
+    print(f"note: {text}", file=sys.stderr)
+
+
+def print_json(data: Any) -> None:
+    from ..reports.run_record import _plain
+
+    print(json.dumps(_plain(data), indent=1))
+
+
+def print_costs(report: dict[str, Any], title: str) -> None:
+    """Original, asked, counted, measured."""
+    from rich.table import Table
+
+    from ..human_numbers import cost_text
+
+    table = Table("cost", "original", "asked", "counted", "left", "measured", title=title)
+    for line in report["costs"]:
+        table.add_row(*cost_text(line))
+    stdout().print(table)
+
+
+def parse_settings(settings: list[str] | None, what: str) -> dict[str, Any]:
+    """``["a=1", "b=[x, y]"]`` → ``{"a": 1, "b": ["x", "y"]}``; values are read as YAML."""
+    import yaml
+
+    result = {}
+    for text in settings or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise KnapsackError(f"{what} {text!r}: expected KEY=VALUE, such as num_classes=100")
+        try:
+            result[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise KnapsackError(f"{what} {text!r}: {value!r} is no value") from None
+    return result
+
+
+def model_source(name: str, pretrained: bool, weights: str | None, model_args: list[str] | None):
+    from ..models.model_source import ModelSource
+
+    return ModelSource(name, pretrained, weights, parse_settings(model_args, "--model-arg"))
+
+
+def choose_device(device: str) -> str:
+    """``auto`` is the best there is; a device that is not there is an error."""
+    import torch
+
+    if device == "auto":
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        kind = torch.device(device)
+    except RuntimeError:
+        raise KnapsackError(f"--device {device!r} is no device; try auto, cpu or cuda") from None
+    there = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(
+        kind.type, 1
+    )
+    if (kind.index or 0) >= there:
+        found = f"{there} of this kind are there" if there else "none is there"
+        raise KnapsackError(
+            f"--device {device}: {found}; use --device auto or cpu (`timm-knapsack doctor` lists devices)"
+        )
+    return device
+
+
+def data_options(split, limit, image_column, label_column, root, workers, batch_size) -> dict[str, Any]:
+    return {
+        "split": split, "limit": limit, "image_column": image_column, "label_column": label_column, "root": root,
+        "num_workers": workers, "batch_size": batch_size,
+    }  # fmt: skip
+
+
+def calibration_loader(source: str, model, labels: str, options: dict[str, Any]):
+    """A loader for scoring, labelled as ``--labels`` says."""
+    from ..errors import DataError
+    from ..images.loaders import create_loader
+    from ..images.model_labels import CALIBRATION, ModelLabels
+
+    if labels not in ("auto", "data", "model"):
+        raise KnapsackError(f"--labels {labels!r} is none of auto, data, model")
+    options = {**options, "labels": {"auto": "auto", "data": "required", "model": "ignore"}[labels]}
+    try:
+        loader = create_loader(source, model, **{**CALIBRATION, **options})
+    except DataError as error:
+        if labels == "auto" and "classes, but the model has" in str(error):
+            raise DataError(f"{error}; or let the model label the images: --labels model") from None
+        raise
+    if labels == "model":
+        return ModelLabels(loader, model)
+    if not getattr(loader.dataset, "has_labels", True):
+        warn(f"{source} has no labels; the model's own classes stand in for them (--labels model)")
+        return ModelLabels(loader, model)
+    return loader
+
+
+def check_writable(folder: str | os.PathLike) -> Path:
+    """A folder that can be written, made if need be: found out before hours of work, not after."""
+    folder = Path(folder).expanduser()
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise KnapsackError(f"--out {folder}: {there} is a file, expected a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise KnapsackError(f"--out {folder}: no permission to write in {there}; choose another folder")
+    return folder
+
+
+def one_line(error: BaseException) -> tuple[str, int]:
+    """An error as one line, and its exit code: 2 for what the user can change, 1 for what failed underway."""
+    text = " ".join(str(error).split())
+    cause = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f" ({cause.filename})" if cause.filename else ""
+            return (
+                f"the disk is full{where}: free some space, or write elsewhere with --out; finished stages are kept",
+                1,
+            )
+        if "No space left on device" in str(cause):
+            return "the disk is full: free some space, or write elsewhere with --out; finished stages are kept", 1
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, KnapsackError):
+        return text, 2
+    if isinstance(error, PermissionError):
+        return f"no permission for {error.filename or text}; choose another folder with --out", 2
+    if isinstance(error, OSError):
+        return f"{error.filename or ''}{': ' if error.filename else ''}{error.strerror or text}", 1
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return "out of memory: try a smaller --batch-size", 1
+    return f"{type(error).__name__}: {text[:300]} (a fault of timm-knapsack; --debug shows the trace)", 1

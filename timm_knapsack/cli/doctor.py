@@ -1,0 +1,97 @@
+"""What is installed, what works, and a mend for torchvision's missing operators in this one environment."""
+
+import importlib.metadata
+import importlib.util
+import shutil
+import site
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import _torchvision_operators
+from ..errors import KnapsackError
+
+PACKAGES = (
+    "timm-knapsack",
+    "timm",
+    "torch",
+    "torchvision",
+    "huggingface-hub",
+    "accelerate",
+    "safetensors",
+    "datasets",
+    "numpy",
+    "scipy",
+    "matplotlib",
+    "scikit-learn",
+)
+HOOK = "_timm_knapsack_torchvision"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Versions, devices, and whether ``import timm`` works by itself (as ``accelerate launch`` needs)."""
+
+    versions: dict[str, str]
+    devices: list[str]
+    operators_missing: bool
+    hook_installed: bool
+    plain_timm_imports: bool
+
+
+def diagnose() -> Diagnosis:
+    """Look at this environment; changes nothing.
+
+    Example:
+        >>> diagnose().versions["timm"]
+        '1.0.30'
+    """
+    import torch
+
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    devices = [f"cpu, {torch.get_num_threads()} threads"]
+    devices += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    alone = subprocess.run([sys.executable, "-c", "import timm"], capture_output=True)
+    return Diagnosis(
+        versions=versions,
+        devices=devices,
+        operators_missing=_torchvision_operators.operators_are_missing(),
+        hook_installed=_pth().exists(),
+        plain_timm_imports=alone.returncode == 0,
+    )
+
+
+def install_torchvision_hook() -> Path:
+    """Let ``import timm`` work by itself in this environment, where torchvision lacks its compiled operators.
+
+    Writes two small files into this environment's site-packages; outside a virtual environment it refuses.
+    """
+    if sys.prefix == sys.base_prefix:
+        raise KnapsackError(
+            f"{sys.executable} is not in a virtual environment; the mend is only for one: python -m venv .venv first"
+        )
+    folder = _pth().parent
+    try:
+        shutil.copyfile(_torchvision_operators.__file__, folder / f"{HOOK}.py")
+        _pth().write_text(f"import {HOOK}; {HOOK}.install_hook()\n")
+    except OSError as error:
+        raise KnapsackError(f"{folder} can't be written: {error.strerror or error}") from None
+    return _pth()
+
+
+def remove_torchvision_hook() -> None:
+    """Undo `install_torchvision_hook`."""
+    for path in (_pth(), _pth().with_name(f"{HOOK}.py")):
+        path.unlink(missing_ok=True)
+
+
+def _pth() -> Path:
+    return Path(site.getsitepackages()[0]) / f"{HOOK}.pth"

@@ -1,1 +1,0 @@
-"""The verbs of the command line; each is thin over the Python interface."""

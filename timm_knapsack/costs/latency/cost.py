@@ -1,0 +1,157 @@
+"""Measured time as a function of the kept units of each group: the `latency` cost of a budget. Unit: seconds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+
+from ...slim.channel_groups import Count
+from ..counted import Cost
+from .layer_timing import Conditions, LayerTimer
+from .network_timing import Comparison, compare_under
+from .time_surface import Surface
+
+
+@dataclass(frozen=True)
+class TimeLine:
+    """Seconds of one layer: of the original and of the slim network as measured, and as predicted for the slim one."""
+
+    name: str
+    original: float
+    predicted: float
+    measured: float | None = None
+
+
+def on_stairs(widths: np.ndarray, stair: int | np.ndarray) -> np.ndarray:
+    """The next multiples of the stair.
+
+    Example:
+        >>> on_stairs(np.array([24, 28]), 8)
+        array([24, 32])
+    """
+    return -(-widths // stair) * stair
+
+
+class LatencyCost(Cost):
+    """A sum of surfaces, one for each timed layer, and what the whole network takes beyond them.
+
+    Args:
+        widths: for each layer, its two widths.
+        surfaces: for each layer, its time.
+        calibration: (factor, constant): the network takes factor × the sum of its layers + constant.
+        steps: units of each group that are best kept together.
+        stairs: for each layer, how many channels the device takes together: a width in between costs as the next stair.
+        windows: for each layer and axis, how many channels to look to either side for a slope.
+        conditions: how to measure; None if this machine is not the one of the table.
+        check_seconds: at most this long to measure one result.
+    """
+
+    name, unit = "latency", "s"
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        widths: Sequence[tuple[Count, Count]],
+        surfaces: Sequence[Surface],
+        groups: int,
+        *,
+        calibration: tuple[float, float] = (1.0, 0.0),
+        steps: Sequence[int] | None = None,
+        stairs: Sequence[int] | None = None,
+        windows: np.ndarray | None = None,
+        conditions: Conditions | None = None,
+        check_seconds: float = 40.0,
+        clock=None,
+    ):
+        self.names, self.steps, self.conditions = list(names), steps, conditions
+        self._factor, self._constant = calibration
+        self._check_seconds, self._clock = check_seconds, clock
+        layers = len(names)
+        self._units = np.zeros((2, layers, groups))
+        self._fixed = np.zeros((2, layers))
+        knots = max((len(k) for surface in surfaces for k in surface.knots), default=1) + 1
+        self._knots = np.full((2, layers, knots), np.inf)
+        self._last = np.zeros((2, layers), dtype=int)  # index of the last knot but one
+        self._ends = np.zeros((2, layers, 2))
+        self._values = np.zeros((layers, knots, knots))
+        for i, (counts, surface) in enumerate(zip(widths, surfaces, strict=True)):
+            values = surface.values
+            for axis in (0, 1):
+                self._fixed[axis, i] = counts[axis].fixed
+                for group, times in counts[axis].units:
+                    self._units[axis, i, group] += times
+                ends = surface.knots[axis]
+                self._ends[axis, i] = ends[0], ends[-1]
+                if len(ends) == 1:  # an axis that can't change: a second knot that is never reached
+                    ends = np.array([ends[0], ends[0] + 1])
+                    values = np.repeat(values, 2, axis=axis)
+                self._knots[axis, i, : len(ends)] = ends
+                self._last[axis, i] = len(ends) - 2
+            self._values[i, : values.shape[0], : values.shape[1]] = values
+        self._stairs = np.ones(layers) if stairs is None else np.asarray(stairs)
+        self._windows = np.ones((2, layers)) if windows is None else np.maximum(windows, 1)
+
+    def at(self, kept):
+        return float(self._factor * self.layers_at(kept).sum() + self._constant)
+
+    def layers_at(self, kept) -> np.ndarray:
+        """Seconds of each layer."""
+        widths = np.stack([on_stairs(axis, self._stairs) for axis in self._widths(kept)])
+        return self._seconds(np.minimum(widths, self._ends[:, :, 1]))
+
+    def marginal(self, kept):
+        """What a channel costs as one of a bundle: the slope across stairs, not the zero between two of them."""
+        widths = self._widths(kept)
+        total = np.zeros(self._units.shape[2])
+        for axis in (0, 1):
+            low, high = widths.copy(), widths.copy()
+            low[axis] = np.maximum(widths[axis] - self._windows[axis], self._ends[axis, :, 0])
+            high[axis] = np.minimum(widths[axis] + self._windows[axis], self._ends[axis, :, 1])
+            run = high[axis] - low[axis]
+            rise = np.maximum(self._seconds(high) - self._seconds(low), 0)  # below 0 by rounding only
+            total += np.where(run > 0, rise / np.where(run > 0, run, 1), 0) @ self._units[axis]
+        return self._factor * total
+
+    def _widths(self, kept) -> np.ndarray:
+        return self._units @ np.asarray(kept, dtype=float) + self._fixed
+
+    def _seconds(self, widths: np.ndarray) -> np.ndarray:
+        rows = np.arange(widths.shape[1])
+        below, part = [], []
+        for axis in (0, 1):
+            index = np.clip((self._knots[axis] <= widths[axis][:, None]).sum(axis=1) - 1, 0, self._last[axis])
+            left, right = self._knots[axis, rows, index], self._knots[axis, rows, index + 1]
+            below.append(index)
+            part.append(np.clip((widths[axis] - left) / (right - left), 0, 1))
+        (i, j), (a, b) = below, part
+        v = self._values
+        top = v[rows, i, j] * (1 - b) + v[rows, i, j + 1] * b
+        bottom = v[rows, i + 1, j] * (1 - b) + v[rows, i + 1, j + 1] * b
+        return top * (1 - a) + bottom * a
+
+    # ---- on the device
+
+    def compare(self, model: nn.Module, slim: nn.Module) -> Comparison | None:
+        """Measure both in turns; None where this machine is not the table's."""
+        if self.conditions is None:
+            return None
+        return compare_under(self.conditions, [model, slim], max_seconds=self._check_seconds, clock=self._clock)
+
+    def layer_lines(self, model: nn.Module, slim: nn.Module, full: Sequence[int], kept: Sequence[int], passes: int = 5):
+        """Layer by layer: original, predicted, measured."""
+        predicted = self._factor * self.layers_at(kept)
+        if self.conditions is None:
+            original = self._factor * self.layers_at(full)
+            return tuple(map(TimeLine, self.names, original.tolist(), predicted.tolist()))
+        clock, images = self._clock or self.conditions.clock(), self.conditions.images()
+        timers = [LayerTimer(self.conditions.prepared(net), self.names, clock) for net in (model, slim)]
+        runs: list[list[dict[str, float]]] = [[], []]
+        with self.conditions.active():
+            for turn in range(passes + 1):
+                for timer, run in zip(timers, runs, strict=True):
+                    times = timer.time_pass(images)
+                    if turn:  # the first warms up
+                        run.append(times)
+        before, after = ([float(np.median([times[n] for times in run])) for n in self.names] for run in runs)
+        return tuple(map(TimeLine, self.names, before, predicted.tolist(), after))

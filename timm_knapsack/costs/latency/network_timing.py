@@ -1,0 +1,187 @@
+"""The time of whole networks, measured in turns: what disturbs the machine disturbs all of them.
+
+All times are in seconds for one forward pass of one batch, of a network that has just run: its weights are where they
+are when it runs all day.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...errors import LatencyError
+from .layer_timing import WARM_UP, Conditions, time_pass
+
+PASSES = 2  # of a network in its turn: the first finds what another network left in the caches
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Time of one forward pass of one batch, in seconds.
+
+    Example:
+        >>> Latency.of([0.010, 0.011, 0.012, 0.030])
+        Latency(11.5 ms ± 2.9 ms, 4 passes)
+    """
+
+    median: float
+    spread: float  # half of the distance between the quartiles
+    samples: tuple[float, ...]
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Latency":
+        low, median, high = np.quantile(samples, (0.25, 0.5, 0.75))
+        return cls(float(median), float(high - low) / 2, tuple(float(s) for s in samples))
+
+    @property
+    def uncertainty(self) -> float:
+        """Half width of the median's 95 % interval (McGill's notch), as a fraction of the median."""
+        return notch(self.samples)
+
+    def __repr__(self):
+        return f"Latency({self.median * 1e3:.1f} ms ± {self.spread * 1e3:.1f} ms, {len(self.samples)} passes)"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several networks measured in turns, round after round.
+
+    ``ratios[i]`` is the median of (network i ÷ network 0) over the quieter half of the rounds, by the time of the whole
+    round, each with the faster of its two passes: what else runs on a machine does not slow all networks alike.
+    ``latencies`` are of the second passes.
+    """
+
+    latencies: tuple[Latency, ...]
+    ratios: tuple[float, ...]
+    uncertainty: tuple[float, ...]  # half width of each ratio's 95 % interval, as a fraction of it
+
+
+def notch(samples: Sequence[float]) -> float:
+    if len(samples) < 2:
+        return math.inf
+    low, median, high = np.quantile(samples, (0.25, 0.5, 0.75))
+    return float(1.57 * (high - low) / math.sqrt(len(samples)) / median)
+
+
+def measure_latency(
+    model: nn.Module,
+    input_size: Sequence[int] | None = None,
+    batch_size: int = 1,
+    device: str | torch.device | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    channels_last: bool | None = None,
+    compile: bool = False,
+    threads: int | None = None,
+    timer: str = "wall",
+    precision: float = 0.01,
+    max_seconds: float = 10.0,
+    clock=None,
+) -> Latency:
+    """Time of one forward pass: the median over passes, until it is known to ``precision`` or the time is up.
+
+    Args:
+        input_size: ``(channels, height, width)``; the model's own by default.
+        timer: ``"thread"`` counts the CPU time of a single thread, for a machine that others use too.
+        precision: stop when the median's 95 % interval is narrower than ± this fraction.
+
+    Example:
+        >>> import timm
+        >>> measure_latency(timm.create_model("resnet18"), batch_size=8)
+        Latency(161.4 ms ± 2.3 ms, 14 passes)
+    """
+    return compare_latency(
+        [model],
+        input_size,
+        batch_size,
+        device,
+        dtype=dtype,
+        channels_last=channels_last,
+        compile=compile,
+        threads=threads,
+        timer=timer,
+        precision=precision,
+        max_seconds=max_seconds,
+        clock=clock,
+    ).latencies[0]
+
+
+def compare_latency(
+    models: Sequence[nn.Module],
+    input_size: Sequence[int] | None = None,
+    batch_size: int = 1,
+    device: str | torch.device | None = None,
+    *,
+    precision: float = 0.01,
+    max_seconds: float = 20.0,
+    clock=None,
+    **options,
+) -> Comparison:
+    """Measure several networks in turns, so that what disturbs the machine disturbs all of them.
+
+    Example:
+        >>> compare_latency([model, result.model]).ratios
+        (1.0, 0.61)
+    """
+    if not models:
+        raise LatencyError("compare_latency needs at least one model")
+    options = {"input_size": input_size, "batch_size": batch_size, "device": device, **options}
+    conditions = Conditions.of(models[0], **options)
+    return compare_under(conditions, models, precision=precision, max_seconds=max_seconds, clock=clock)
+
+
+def compare_under(
+    conditions: Conditions,
+    models: Sequence[nn.Module],
+    *,
+    precision: float = 0.01,
+    max_seconds: float = 20.0,
+    min_rounds: int = 7,
+    clock=None,
+) -> Comparison:
+    """`compare_latency` under given conditions."""
+    clock = clock or conditions.clock()
+    images = conditions.images()
+    networks = [conditions.prepared(model) for model in models]
+    if conditions.compiled:
+        networks = [torch.compile(network) for network in networks]
+    order = np.random.default_rng(0)
+    rounds: list[np.ndarray] = []  # network × pass
+    with conditions.active():
+        for network in networks:
+            for _ in range(WARM_UP):
+                time_pass(network, images, clock)
+        start = time.monotonic()
+        while True:
+            times = np.zeros((len(networks), PASSES))
+            for i in order.permutation(len(networks)):
+                times[i] = [time_pass(networks[i], images, clock) for _ in range(PASSES)]
+            rounds.append(times)
+            if len(rounds) >= min_rounds:
+                late = time.monotonic() - start > max_seconds
+                if late or max(_uncertainties(rounds)) <= precision or len(rounds) >= 1000:
+                    break
+    ratios = np.median(quiet_ratios(rounds), axis=1).tolist()
+    return Comparison(tuple(map(Latency.of, _second_passes(rounds))), tuple(ratios), tuple(_uncertainties(rounds)))
+
+
+def _second_passes(rounds: list[np.ndarray]) -> np.ndarray:
+    """Network × round."""
+    return np.array(rounds)[:, :, -1].T
+
+
+def quiet_ratios(rounds: list[np.ndarray]) -> np.ndarray:
+    """Network × round: its faster pass ÷ the first network's, in the quieter half of the rounds."""
+    times = np.array(rounds).min(axis=2)
+    quiet = times[np.argsort(times.sum(axis=1), kind="stable")[: (len(times) + 1) // 2]]
+    return (quiet / quiet[:, :1]).T
+
+
+def _uncertainties(rounds: list[np.ndarray]) -> list[float]:
+    if len(rounds[0]) == 1:
+        return [notch(_second_passes(rounds)[0])]
+    return [notch(ratios) for ratios in quiet_ratios(rounds)]

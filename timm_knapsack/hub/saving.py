@@ -1,0 +1,392 @@
+"""Saving a pruned model as a folder that plain ``timm.create_model`` reads, and publishing it on the Hugging Face Hub.
+
+The folder holds ``model.safetensors`` (never a pickle), ``config.json`` as timm reads it, ``channels.json`` (the
+ChannelConfig), ``README.md`` (the model card) and, if there is one, ``kept_channels.png``.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, HubError, KnapsackError
+from ..files.atomic_folder import replacing
+from ..models.foreign_config import check_base
+from ..models.pruned_models import GENERIC
+from ..models.rebuild import base_on_meta, mismatches, model_args_of, resized
+from ..slim.channel_config import ChannelConfig
+from .model_card import PICTURE, Evaluation, counted_costs, evaluations_to_json, model_card
+from .publication import Publication, publish
+
+WEIGHTS, CONFIG, CHANNELS, CARD = "model.safetensors", "config.json", "channels.json", "README.md"
+FILES = (WEIGHTS, CONFIG, CHANNELS, CARD, PICTURE)
+
+# Fields of the base's pretrained config that speak of the base's weights, not of these.
+_OF_THE_BASE = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "tag")
+_OF_THE_BASE += ("custom_load", "label_offset", "description", "origin_url", "paper_name", "paper_ids", "notes")
+
+
+def save_pretrained(
+    result_or_model: Any,
+    folder: str | os.PathLike,
+    *,
+    report: Any = None,
+    evaluation: Evaluation | Mapping[str, Any] | Sequence[Evaluation | Mapping[str, Any]] = (),
+    datasets: Sequence[str] = (),
+    base_model: str | bool | None = None,
+    license: str | None = None,
+    notes: Sequence[str] = (),
+    picture: str | os.PathLike | Callable[[Path], Any] | None = None,
+    verify: bool = True,
+) -> Path:
+    """Write a pruned model as a folder for ``timm.create_model("local-dir:<folder>", pretrained=True)``.
+
+    What is loaded from it is what was saved, bit for bit; ``verify`` loads it and compares before the folder is put in
+    place. A folder of an earlier save is replaced as a whole: a crash leaves the old one. A model that was not pruned
+    here has no channel config and is refused: ``timm.models.save_for_hf`` writes those.
+
+    Args:
+        result_or_model: a `PruneResult`, or a pruned model: fine-tuned, deep-copied, compiled or wrapped for training,
+            it still knows its channel config.
+        report: the `PruneReport` to take asked and counted costs from, where a model is given; without it MACs and
+            parameters are counted.
+        evaluation: accuracies that were measured, for the card.
+        datasets: Hub ids of the data it was scored, tuned and evaluated with, for the card.
+        base_model: Hub id of the weights it was pruned from, such as ``"timm/resnet50.a1_in1k"``; True for those that
+            timm names for the base. A model does not remember where its weights came from, so nothing is claimed
+            unless it is said here.
+        license: of the weights; by default the base's.
+        notes: lines for the card's "How it was made".
+        picture: the kept-channels picture, or a function that draws it into a given path.
+        verify: load what was written and compare outputs on one image.
+
+    Example:
+        >>> result = prune(model, loader, budget=Budget(macs=0.5))
+        >>> save_pretrained(result, "resnet50-half")
+        >>> timm.create_model("local-dir:resnet50-half", pretrained=True)
+    """
+    model, config, report = _unpack(result_or_model, report)
+    folder = Path(folder).resolve()
+    _check_target(folder)
+    state = _plain_tensors(model.state_dict())
+    args = _check_rebuilds(model, config, state)
+    single = isinstance(evaluation, (Evaluation, Mapping))
+    made = {
+        "base_model": _base_weights(model) if base_model is True else base_model,
+        "costs": _costs(report) or counted_costs(config, model),
+        "pruning": _pruning(report),
+        "evaluation": evaluations_to_json([evaluation] if single else evaluation),
+        "datasets": list(datasets),
+        "license": license,
+        "notes": list(notes),
+        "versions": _versions(),
+    }
+    made = _json_safe({key: value for key, value in made.items() if value})
+    try:
+        with replacing(folder) as new:
+            _write_files(new, state, _config_json(model, config, args, made), config, picture)
+            (new / CARD).write_text(str(model_card(new, name=folder.name)), encoding="utf-8")
+            if verify:
+                _verify(model, state, new)
+    except OSError as error:
+        raise HubError(f"can't write {folder}: {error.strerror or error}; what stood there before is whole") from error
+    return folder
+
+
+def push_to_hub(
+    folder_or_result: Any,
+    repo_id: str,
+    private: bool = False,
+    token: str | None = None,
+    *,
+    revision: str | None = None,
+    tag: str | None = None,
+    commit_message: str | None = None,
+    dry_run: bool = False,
+    **saving,
+) -> Publication:
+    """Publish a saved folder, a `PruneResult` or a pruned model on the Hub, in one commit.
+
+    Args:
+        repo_id: such as ``"me/resnet50-half"``; created if it is not there.
+        token: by default the one that ``hf auth login`` stored, or ``HF_TOKEN``.
+        revision: branch to commit to, created if needed; ``main`` by default.
+        tag: also give the commit this tag, for ``timm.create_model("hf-hub:me/resnet50-half@v1", pretrained=True)``.
+        dry_run: send nothing, return what would be sent.
+        saving: passed to `save_pretrained` where a result or model is given.
+
+    Example:
+        >>> print(push_to_hub("resnet50-half", "me/resnet50-half", dry_run=True))
+        >>> push_to_hub("resnet50-half", "me/resnet50-half", private=True)
+    """
+    if not isinstance(folder_or_result, (str, os.PathLike)):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = save_pretrained(folder_or_result, Path(temporary) / repo_id.rpartition("/")[2], **saving)
+            return push_to_hub(
+                folder,
+                repo_id,
+                private,
+                token,
+                revision=revision,
+                tag=tag,
+                commit_message=commit_message,
+                dry_run=dry_run,
+            )
+    if saving:
+        raise HubError(f"{sorted(saving)[0]!r} describes how a model is saved; this folder is saved already")
+    folder = Path(folder_or_result)
+    _check_saved(folder)
+    own_card = (folder / CARD).read_text(encoding="utf-8")
+    edited = own_card != str(model_card(folder))
+
+    def card(final_repo_id: str) -> str:
+        return own_card if edited else str(model_card(folder, final_repo_id))
+
+    return publish(
+        repo_id,
+        {name: folder / name for name in FILES if (folder / name).exists() and name != CARD},
+        {CARD: card},
+        optional=(PICTURE,),
+        private=private,
+        token=token,
+        revision=revision,
+        tag=tag,
+        commit_message=commit_message or f"Publish a pruned {ChannelConfig.load(folder / CHANNELS).base}",
+        dry_run=dry_run,
+    )
+
+
+# ---- what is saved ----------------------------------------------------------------------------------------------
+
+
+def _unpack(result_or_model: Any, report: Any) -> tuple[nn.Module, ChannelConfig, Any]:
+    model = getattr(result_or_model, "model", None)
+    if isinstance(result_or_model, nn.Module):
+        model = result_or_model
+    elif isinstance(model, nn.Module):
+        report = report or getattr(result_or_model, "report", None)
+    else:
+        raise HubError(f"expected a PruneResult or a pruned model, got {type(result_or_model).__name__}")
+    while "channel_config" not in vars(model):  # torch.compile, DistributedDataParallel, ModelEma …
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            raise HubError(
+                f"this {type(model).__name__} was not pruned by timm_knapsack: it has no channel_config. An ordinary "
+                "timm model is saved by timm.models.save_for_hf(model, folder, safe_serialization=True)"
+            )
+        model = inner
+    config = model.channel_config
+    if not isinstance(config, ChannelConfig):
+        raise HubError(f"channel_config is a {type(config).__name__}, expected a ChannelConfig")
+    return model, config, report
+
+
+def _plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors that share no memory: safetensors refuses channels_last and tied weights."""
+    seen, plain = set(), {}
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            raise HubError(f"{name} is on the meta device: this model has no weights to save")
+        tensor = tensor.detach().to("cpu").contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        plain[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return plain
+
+
+def _check_rebuilds(model: nn.Module, config: ChannelConfig, state: Mapping[str, Tensor]) -> dict[str, int]:
+    """The base model, resized by the config, must have exactly this model's shapes."""
+    try:
+        check_base(config.base)
+    except KnapsackError as error:
+        raise HubError(
+            f"{error} The base must be a model that timm.create_model knows: register yours with "
+            "timm.models.register_model"
+        ) from None
+    args = model_args_of(model)
+    rebuilt = resized(base_on_meta(config, {**config.base_args, **args}), config)
+    wrong = mismatches(state, rebuilt)
+    if wrong:
+        raise CheckpointError(
+            f"{config.base} and this model's channel config do not give this model: {'; '.join(wrong[:3])}. If the "
+            "base was created with arguments such as img_size, say so: prune(…, base_args={'img_size': 256})"
+        )
+    return args
+
+
+def _config_json(model: nn.Module, config: ChannelConfig, args: Mapping[str, int], made: dict) -> dict[str, Any]:
+    cfg = {k: v for k, v in dict(getattr(model, "pretrained_cfg", None) or {}).items() if k not in _OF_THE_BASE}
+    size = list(cfg.get("input_size") or (3, 224, 224))
+    img_size = config.base_args.get("img_size")
+    if img_size is not None:
+        size[1:] = img_size if isinstance(img_size, tuple) else (img_size, img_size)
+    size[0] = args.get("in_chans", size[0])
+    for key in ("test_input_size", "min_input_size"):
+        if cfg.get(key):
+            cfg[key] = [size[0], *cfg[key][1:]]
+    classes = args.get("num_classes", cfg.get("num_classes", 1000))
+    return {
+        "architecture": GENERIC,
+        "num_classes": classes,
+        "num_features": getattr(model, "num_features", None),
+        "model_args": {"channels": config.to_dict()},
+        "pretrained_cfg": {**cfg, "input_size": size, "num_classes": classes},
+        "timm_knapsack": made,
+    }
+
+
+def _write_files(new: Path, state, config_json: dict, config: ChannelConfig, picture) -> None:
+    from safetensors.torch import save_file
+
+    save_file(state, new / WEIGHTS, metadata={"format": "pt"})
+    text = json.dumps(config_json, indent=2, sort_keys=True, allow_nan=False)
+    (new / CONFIG).write_text(text + "\n", encoding="utf-8")
+    config.save(new / CHANNELS)
+    if callable(picture):
+        picture(new / PICTURE)
+    elif picture is not None:
+        shutil.copyfile(picture, new / PICTURE)
+
+
+# ---- is it what was saved? --------------------------------------------------------------------------------------
+
+
+def _verify(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
+    import timm
+
+    from ..channels.tracing import copy_with, example_input
+
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # a run in progress must not notice
+        loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        for name, tensor in loaded.state_dict().items():
+            if not torch.equal(tensor, state[name].to(tensor.dtype)):
+                raise CheckpointError(f"{name} is not the same after loading; please report this")
+
+        def on_cpu(_, tensor):
+            tensor = tensor.detach().to("cpu")
+            return tensor.float().contiguous() if tensor.is_floating_point() else tensor
+
+        try:
+            image = torch.randn(example_input(model))
+            reference = copy_with(model, on_cpu).eval()
+            with torch.no_grad():
+                expected = reference(image)
+        except (RuntimeError, NotImplementedError, ValueError):  # it does not run on an image of its default size
+            return
+        with torch.no_grad():
+            output = copy_with(loaded, on_cpu).eval()(image)
+    if not _close(output, expected):
+        raise CheckpointError(
+            f"rebuilt from timm's {model.channel_config.base}, this model gives other outputs: "
+            f"{_difference(model, loaded)}. Arguments of create_model belong into prune(…, base_args=…); a model that "
+            "was changed by hand must be registered in timm under a name of its own before it is pruned"
+        )
+
+
+def _close(a: Any, b: Any) -> bool:
+    from torch.utils._pytree import tree_leaves
+
+    pairs = [(x, y) for x, y in zip(tree_leaves(a), tree_leaves(b), strict=False) if isinstance(x, Tensor)]
+    return all(
+        x.shape == y.shape
+        and torch.allclose(x, y, rtol=1e-3, atol=1e-3 * max(1.0, float(y.abs().max())), equal_nan=True)
+        for x, y in pairs
+    )
+
+
+def _difference(model: nn.Module, loaded: nn.Module) -> str:
+    """The first layer that describes itself otherwise: ``layer2.0.conv1 is Conv2d(…, stride=(2, 2)) …``."""
+    others = dict(loaded.named_modules())
+    for name, module in model.named_modules():
+        other = others.get(name)
+        if other is None:
+            return f"there is no {name}"
+        here, there = (f"{type(m).__name__}({m.extra_repr()})" for m in (module, other))
+        if here != there and "drop" not in type(module).__name__.lower() and "drop" not in type(other).__name__.lower():
+            return f"{name} is {here} here and {there} there"
+        for key, value in vars(module).items():
+            if isinstance(value, (str, int, tuple)) and key != "training" and not key.startswith("_"):
+                if vars(other).get(key) != value and "checkpoint" not in key:
+                    return f"{name or 'the model'}.{key} is {value!r} here and {vars(other).get(key)!r} there"
+    return "its code or its buffers differ"
+
+
+# ---- the folder -------------------------------------------------------------------------------------------------
+
+
+def _check_target(folder: Path) -> None:
+    """An earlier save may be replaced, an empty folder filled; anything else is somebody's work."""
+    if folder == Path.cwd():
+        raise HubError("the current folder can't be replaced as a whole; save into a folder below it")
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir():
+        raise HubError(f"{folder} is a file, expected a folder")
+    if not _is_ours(folder):
+        raise HubError(f"{folder} holds files that save_pretrained did not write; choose a new or an empty folder")
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return "timm_knapsack" in json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
+def _check_saved(folder: Path) -> None:
+    if not folder.is_dir():
+        raise HubError(f"there is no folder {folder}; write it with save_pretrained")
+    missing = [name for name in (WEIGHTS, CONFIG, CHANNELS, CARD) if not (folder / name).is_file()]
+    if missing or not _is_ours(folder):
+        raise HubError(
+            f"{folder} was not written by save_pretrained: {missing[0] if missing else CONFIG} is missing or foreign"
+        )
+
+
+# ---- provenance -------------------------------------------------------------------------------------------------
+
+
+def _base_weights(model: nn.Module) -> str | None:
+    return (getattr(model, "pretrained_cfg", None) or {}).get("hf_hub_id")
+
+
+def _costs(report: Any) -> list[dict[str, Any]]:
+    if report is None:
+        return []
+    return [{k: v for k, v in cost.items() if v is not None} for cost in report.to_dict()["costs"]]
+
+
+def _pruning(report: Any) -> dict[str, Any]:
+    if report is None:
+        return {}
+    data = report.to_dict()
+    return {
+        k: data[k] for k in ("model", "value", "total_value", "upper_bound", "rounds", "scores", "options") if k in data
+    }
+
+
+def _versions() -> dict[str, str]:
+    import timm
+
+    from ..version import __version__
+
+    return {"timm-knapsack": __version__, "timm": timm.__version__, "torch": torch.__version__}
+
+
+def _json_safe(value: Any) -> Any:
+    """Plain data: what JSON can't say becomes text."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_json_safe(item) for item in (sorted(value, key=str) if isinstance(value, set) else value)]
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and value - value == 0):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return str(value)

@@ -1,0 +1,77 @@
+"""What a config.json or channels.json from a stranger may say: checks that come before anything is built."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from timm.models import PretrainedCfg, is_model
+
+from ..errors import ChannelConfigError
+from ..slim.channel_config import MAX_BASE_ARG, MAX_CLASSES
+
+_BUILDER_ARGS = {"pruned", "pretrained_strict", "pretrained_filter_fn", "kwargs_filter", "model_cfg", "feature_cfg"}
+_SIZES = ("input_size", "test_input_size", "min_input_size")
+_NUMBERS = ("crop_pct", "test_crop_pct")
+
+
+def check_base(base: str) -> None:
+    """An error with near names if timm has no such model."""
+    if is_model(base):
+        return
+    from difflib import get_close_matches
+
+    from timm import list_models
+
+    near = get_close_matches(base, list_models(), n=3)
+    hint = f"; did you mean {', '.join(near)}?" if near else "; a newer timm, or the package that registers it, may"
+    raise ChannelConfigError(f"timm has no model {base[:80]!r}{hint}")
+
+
+def check_arguments(kwargs: Mapping[str, Any]) -> None:
+    """``model_args`` of a config.json reach us as arguments: they must not steer files, weights or timm's builder."""
+    for key, value in kwargs.items():
+        if key in _BUILDER_ARGS or key.startswith(("checkpoint", "pretrained")):
+            raise ChannelConfigError(f"the argument {key!r} does not belong to a pruned model")
+        limit = MAX_CLASSES if key == "num_classes" else MAX_BASE_ARG
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, (int, float)) and not abs(item) <= limit:
+                raise ChannelConfigError(f"the argument {key}={str(value)[:80]} is larger than any model uses")
+            if isinstance(item, (dict, list)) and len(str(item)) > 10_000:
+                raise ChannelConfigError(f"the argument {key!r} is larger than any model uses")
+
+
+def check_pretrained_cfg(cfg: Mapping[str, Any]) -> None:
+    """The ``pretrained_cfg`` of a config.json: known keys and plausible values only, and no pickle."""
+    known = {f.name for f in dataclasses.fields(PretrainedCfg)} - {"state_dict"}
+    for key, value in cfg.items():
+        place = f"config.json: pretrained_cfg[{str(key)[:40]!r}]"
+        if key not in known:
+            raise ChannelConfigError(f"{place}: timm knows no such key")
+        if value is None:
+            continue
+        wrong = ChannelConfigError(f"{place} is {str(value)[:80]}, which is not possible")
+        if key in _SIZES and not (_is_list(value, int, 1, MAX_BASE_ARG) and len(value) == 3):
+            raise wrong
+        if key in ("mean", "std") and not _is_list(value, (int, float), -1e6, 1e6):
+            raise wrong
+        if key in _NUMBERS and not _is_list([value], (int, float), 0, 100):
+            raise wrong
+        if key == "num_classes" and not _is_list([value], int, 0, MAX_CLASSES):
+            raise wrong
+        if key in ("first_conv", "classifier") and not all(isinstance(name, str) for name in as_tuple(value)):
+            raise wrong
+        if key == "custom_load" and value:
+            raise ChannelConfigError(f"{place}: a pruned model's weights are plain safetensors")
+        if key == "hf_hub_filename" and not str(value).endswith(".safetensors"):
+            raise ChannelConfigError(f"{place} is {str(value)[:80]!r}, expected a .safetensors file")
+
+
+def _is_list(values: Any, kind: Any, low: float, high: float) -> bool:
+    return isinstance(values, (list, tuple)) and all(
+        isinstance(v, kind) and not isinstance(v, bool) and low <= v <= high for v in values
+    )
+
+
+def as_tuple(names: Any) -> tuple[str, ...]:
+    """timm's ``first_conv`` and ``classifier``: a name, several, or None."""
+    return (names,) if isinstance(names, str) else tuple(names or ())

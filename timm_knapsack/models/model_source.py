@@ -1,0 +1,201 @@
+"""Where a network comes from: a timm name, a saved folder or the Hub, with weights from the Hub, a file, or none."""
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import CheckpointError, KnapsackError
+
+_NOT_BASE_ARGS = ("num_classes", "in_chans")  # the model itself says these
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """How to make a network again; plain data, so that it can be written down.
+
+    Attributes:
+        name: a timm model, a folder written by `save_pretrained`, or ``hf-hub:…``.
+        pretrained: load timm's weights; a folder always brings its own.
+        weights: a .safetensors (or .pth) file instead.
+        args: further arguments of ``timm.create_model``, such as ``{"num_classes": 100}``.
+
+    Example:
+        >>> ModelSource("resnet18", pretrained=False).load().num_features
+        512
+    """
+
+    name: str
+    pretrained: bool = True
+    weights: str | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name:
+            raise KnapsackError(f"a model is a timm name or a folder, not {self.name!r}")
+        path = Path(self.name).expanduser()
+        if path.is_dir() and not self.name.startswith(("local-dir:", "hf-hub:")):
+            object.__setattr__(self, "name", f"local-dir:{saved_folder(path).resolve()}")
+        if self.weights is not None:
+            object.__setattr__(self, "weights", str(Path(self.weights).expanduser().resolve()))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "args": dict(self.args)}
+
+    @property
+    def is_folder(self) -> bool:
+        return self.name.startswith(("local-dir:", "hf-hub:"))
+
+    @property
+    def base_args(self) -> dict[str, Any]:
+        """Arguments that a ChannelConfig must remember."""
+        return {key: value for key, value in self.args.items() if key not in _NOT_BASE_ARGS}
+
+    def load(self) -> nn.Module:
+        """The network with its weights, on the CPU, in ``eval()`` mode."""
+        import timm
+
+        self.check()
+        wanted = (self.pretrained or self.is_folder) and self.weights is None
+        if wanted and not self.is_folder:
+            cfg = timm.get_pretrained_cfg(self.name)
+            if cfg is None or not cfg.has_weights:
+                raise KnapsackError(
+                    f"timm has no weights for {self.name!r}; give yours with --weights FILE.safetensors, or random "
+                    "ones with --no-pretrained"
+                )
+        if wanted and not self.name.startswith("local-dir:"):
+            prefer_cache_when_offline()
+        try:
+            model = timm.create_model(self.name, pretrained=wanted, **self.args)
+        except (TypeError, AssertionError) as error:
+            raise KnapsackError(f"{self.name} can't be built with {dict(self.args)}: {error}") from error
+        except OSError as error:
+            raise KnapsackError(f"the weights of {self.name} can't be had: {_why(error)}") from error
+        except KnapsackError:
+            raise
+        except RuntimeError as error:
+            raise KnapsackError(f"{self.name} can't be loaded: {' '.join(str(error).split())[:300]}") from error
+        if self.weights is not None:
+            load_weights(model, self.weights)
+        return model.eval()
+
+    def on_meta(self) -> nn.Module:
+        """The architecture without memory for its weights."""
+        import timm
+        import torch
+
+        self.check()
+        if self.is_folder:
+            return self.load().to("meta")
+        try:
+            with torch.device("meta"):
+                return timm.create_model(self.name, **self.args).eval()
+        except (TypeError, AssertionError) as error:
+            raise KnapsackError(f"{self.name} can't be built with {dict(self.args)}: {error}") from error
+
+    def check(self) -> None:
+        """An error if there is no such model, with the nearest names."""
+        import timm
+
+        from . import cifar_resnet, pruned_models  # noqa: F401  (they register their models)
+
+        if self.name.startswith("local-dir:"):
+            folder = Path(self.name.removeprefix("local-dir:"))
+            if not (folder / "config.json").is_file():
+                raise KnapsackError(f"{folder} holds no saved model: there is no config.json; `prune --out` writes one")
+            return
+        if self.name.startswith("hf-hub:") or timm.is_model(self.name):
+            return
+        bare = self.name.partition(".")[0].lower()
+        near = difflib.get_close_matches(bare, timm.list_models(), n=3, cutoff=0.6)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`timm.list_models()` names them all"
+        raise KnapsackError(f"timm has no model {self.name!r}, and there is no such folder; {hint}")
+
+
+def saved_folder(folder: str | os.PathLike) -> Path:
+    """The folder of the saved model: this one, or its ``model``, which finetune, run and quickstart write.
+
+    Example:
+        >>> saved_folder("resnet18-half").name
+        'resnet18-half'
+    """
+    folder = Path(folder).expanduser()
+    inner = folder / "model"
+    return inner if not (folder / "config.json").is_file() and (inner / "config.json").is_file() else folder
+
+
+def load_weights(model: nn.Module, path: str | os.PathLike) -> None:
+    """Load a state dict from a .safetensors or .pth file into a model, strictly; wrapped ones are unwrapped.
+
+    Example:
+        >>> load_weights(model, "resnet56.cifar10.safetensors")
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state = load_file(path)
+        else:
+            import torch
+
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no weights file {path}") from None
+    except Exception as error:  # pickle, zip, safetensors and OS errors all mean the same to the user
+        raise CheckpointError(f"{path} can't be read as weights: {str(error).splitlines()[0][:200]}") from error
+    for key in ("state_dict_ema", "state_dict", "model_ema", "model"):
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+            break
+    state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    own = model.state_dict()
+    missing, unknown = sorted(set(own) - set(state)), sorted(set(state) - set(own))
+    missing = [name for name in missing if not name.endswith("num_batches_tracked")]
+    wrong = [n for n in own if n in state and own[n].shape != state[n].shape]
+    if missing or unknown or wrong:
+        if wrong:
+            first = wrong[0]
+            what = f"{first} is {tuple(state[first].shape)} in the file and {tuple(own[first].shape)} in the model"
+            if own[first].shape[1:] == state[first].shape[1:] and first == [n for n in own if own[n].dim() > 1][-1]:
+                what += f"; --model-arg num_classes={state[first].shape[0]} makes the classifier fit"
+        else:
+            what = f"the file lacks {missing[0]}" if missing else f"the model has no {unknown[0]}"
+        raise CheckpointError(f"{path} does not fit this model: {what}")
+    model.load_state_dict(state, strict=False)
+
+
+def prefer_cache_when_offline() -> None:
+    """Without a network the Hub client retries for a minute before it looks into its cache: tell it at once."""
+    import socket
+    from urllib.parse import urlparse
+
+    from huggingface_hub import constants
+
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return  # the proxy resolves names, not we
+    try:
+        socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+
+
+def _why(error: OSError) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            "there is no such repository on the Hub, or it is private; check the name, or log in with `hf auth login`"
+        )
+    if constants.HF_HUB_OFFLINE or type(error).__module__.startswith(("huggingface_hub", "httpx", "requests")):
+        return (
+            "the Hub can't be reached and they are not in its cache; give a file with --weights FILE.safetensors, or "
+            "take random weights with --no-pretrained"
+        )
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

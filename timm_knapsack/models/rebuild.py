@@ -1,0 +1,368 @@
+"""A slim network from its ChannelConfig, in the way timm's own builder makes a model.
+
+timm's ``build_model_with_cfg`` takes a callable that returns the network. Given one that builds the base model and
+resizes it, timm does the rest as for its own models: pretrained config, weights, ``num_classes``, ``in_chans``,
+``features_only``. No tracing, no data, no solver.
+
+A config may come from a stranger. Then the base is built on the meta device first, where nothing is allocated, under
+a limit on what its arguments may make of it; only a config that fits gets real memory.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from timm.layers import set_layer_config
+from timm.models import (
+    PretrainedCfg,
+    build_model_with_cfg,
+    get_pretrained_cfg,
+    model_entrypoint,
+    resolve_pretrained_cfg,
+)
+from timm.models._builder import pretrained_cfg_for_features
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import ChannelConfigError, CheckpointError
+from ..slim.channel_config import ChannelConfig
+from .foreign_config import as_tuple, check_arguments, check_base, check_pretrained_cfg
+
+WRAPPERS = {
+    "FeatureListNet": "list",
+    "FeatureDictNet": "dict",
+    "FeatureHookNet": "hook",
+    "FeatureGraphNet": "fx",
+    "FeatureGetterNet": "getter",
+}
+
+# Arguments that every timm model takes and that can't make it much larger; the rest is measured against the plain base.
+_ORDINARY = {"num_classes", "in_chans", "drop_rate", "drop_path_rate", "global_pool", "device", "dtype"}
+_FEATURE_ARGS = {"features_only", "out_indices", "feature_cls"}
+
+
+def build_pruned(
+    variant: str,
+    config: ChannelConfig,
+    pretrained: bool = False,
+    *,
+    trusted: bool = False,
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: dict[str, Any] | None = None,
+    cache_dir: Any = None,
+    **kwargs,
+) -> nn.Module:
+    """The pruned model, as ``timm.create_model`` would return it for a model of its own.
+
+    Args:
+        variant: the name it is created under.
+        trusted: the config ships with this package; others are checked on the meta device first.
+        kwargs: as for the base model; they win over the config's ``base_args``.
+    """
+    check_base(config.base)
+    kwargs = {**config.base_args, **kwargs}
+    check_arguments(kwargs)
+    if isinstance(pretrained_cfg, Mapping):
+        check_pretrained_cfg(pretrained_cfg)
+        pretrained_cfg = {k: tuple(v) if isinstance(v, list) else v for k, v in pretrained_cfg.items()}  # from JSON
+    elif not pretrained_cfg and get_pretrained_cfg(variant) is None:
+        pretrained_cfg = weightless_cfg(config.base)
+    cfg = resolve_pretrained_cfg(variant, pretrained_cfg, pretrained_cfg_overlay)
+
+    first_conv = cfg.first_conv
+    in_chans = kwargs.get("in_chans", cfg.input_size[0])
+    if in_chans != 3 and in_chans == cfg.input_size[0]:
+        cfg = dataclasses.replace(cfg, first_conv=None)  # the weights have these channels: timm must not adapt them
+
+    features_only = kwargs.pop("features_only", False)
+    wrapper = _feature_wrapper(config.base, kwargs) if features_only else None
+    by_class = features_only and wrapper is None
+    if by_class:  # timm has a class of its own for these features; its parameters bear the same names
+        kwargs.pop("num_classes", None)
+    elif features_only:
+        kwargs["features_only"] = True
+    model = build_model_with_cfg(
+        _network(config, trusted, by_class, inferred={"img_size"} - set(kwargs)),
+        variant,
+        pretrained,
+        pretrained_cfg=cfg,
+        feature_cfg=wrapper,
+        pretrained_strict=not by_class,
+        pretrained_filter_fn=_filter(config.base, cfg, adapted=in_chans != 3, partial=by_class),
+        cache_dir=cache_dir,
+        **kwargs,
+    )
+    if by_class:
+        model.pretrained_cfg = model.default_cfg = pretrained_cfg_for_features(model.pretrained_cfg)
+    model.pretrained_cfg["first_conv"] = first_conv
+    if not features_only:
+        model.channel_config = config
+    return model
+
+
+# ---- the network ------------------------------------------------------------------------------------------------
+
+
+def _network(config: ChannelConfig, trusted: bool, by_class: bool, inferred: set[str]) -> Callable[..., nn.Module]:
+    """What timm's builder calls; ``inferred`` are arguments that it made up from the pretrained config.
+
+    The base's own entrypoint sets these as it likes them: some want an image size as a number, timm infers a pair.
+    """
+
+    def build(**kwargs) -> nn.Module:
+        kwargs = _without(kwargs, inferred)
+        if by_class:
+            kwargs = {**_without(kwargs, {"num_classes"}), "features_only": True}
+        if not trusted:
+            slim = resized(base_on_meta(config, kwargs), config, by_class)
+            if torch.get_default_device().type == "meta" or str(kwargs.get("device")) == "meta":
+                return slim
+        base = model_entrypoint(config.base)(pretrained=False, **kwargs)
+        return _initialised(resized(base, config, by_class), base, config)
+
+    return build
+
+
+def resized(base: nn.Module, config: ChannelConfig, features: bool = False) -> nn.Module:
+    """``resize_model``, also for a base that was built without its head.
+
+    Example:
+        >>> config = ChannelConfig("resnet18", {"fc.weight": {1: 500}}, {"": {"num_features": 500}})
+        >>> resized(base_on_meta(config, {"num_classes": 0}), config).num_features
+        500
+    """
+    from ..slim.cutting import resize_model
+
+    if features or getattr(base, "num_classes", None) == 0:
+        config = _without_head(config, base)
+    return resize_model(base, config)
+
+
+def _without_head(config: ChannelConfig, base: nn.Module) -> ChannelConfig:
+    """The part of the config that applies to a base without its head; the rest must belong to the whole base."""
+    from ..channels.tracing import named_tensors
+    from ..slim.attributes import get_attribute
+
+    names, modules = {name for name, _ in named_tensors(base)}, dict(base.named_modules())
+
+    def has(module: str, path: str) -> bool:
+        try:
+            return type(get_attribute(modules[module], path)) is int
+        except (KeyError, TypeError, AttributeError, IndexError):
+            return False
+
+    if not set(config.widths) <= names:
+        whole = base_on_meta(config, _without(config.base_args, {"num_classes"}))
+        unknown = set(config.widths) - names - {name for name, _ in named_tensors(whole)}
+        if unknown:
+            raise ChannelConfigError(f"widths: the base model {config.base!r} has no parameter {min(unknown)!r}")
+    attributes = {m: {p: v for p, v in paths.items() if has(m, p)} for m, paths in config.attributes.items()}
+    return dataclasses.replace(
+        config,
+        widths={name: dims for name, dims in config.widths.items() if name in names},
+        attributes={module: paths for module, paths in attributes.items() if paths},
+    )
+
+
+def _initialised(slim: nn.Module, base: nn.Module, config: ChannelConfig) -> nn.Module:
+    """Each new tensor starts as the leading part of the base's: initialised as timm initialises that base.
+
+    Norms stay 1 and 0, a zero-initialised residual stays zero, tables that are computed keep their values.
+    """
+    from ..channels.tracing import named_tensors
+
+    source, target = dict(named_tensors(base)), dict(named_tensors(slim))
+    with torch.no_grad():
+        for name in config.widths.keys() & target.keys():
+            if not target[name].is_meta:
+                target[name].copy_(source[name][tuple(slice(size) for size in target[name].shape)])
+    return slim
+
+
+def base_on_meta(config: ChannelConfig, kwargs: Mapping[str, Any] | None = None) -> nn.Module:
+    """The base model on the meta device; an error if its arguments make it a monster.
+
+    Example:
+        >>> base = base_on_meta(ChannelConfig("resnet18", {}))
+        >>> next(base.parameters()).is_meta
+        True
+    """
+    check_base(config.base)
+    kwargs = dict(config.base_args if kwargs is None else kwargs)
+    if "device" in kwargs:
+        kwargs["device"] = "meta"
+    calls, elements = None, None
+    if set(kwargs) - _ORDINARY - _FEATURE_ARGS:
+        calls, elements = _plain_effort(config.base)
+        calls, elements = 3 * calls + 1000, 8 * elements + 2**33
+    limit = _Effort(calls, elements)
+    try:
+        with torch.device("meta"), limit:
+            return model_entrypoint(config.base)(pretrained=False, **kwargs)
+    except ChannelConfigError:
+        raise
+    except Exception as error:  # whatever a foreign model raises about foreign arguments
+        shown = ", ".join(f"{k}={v!r}" for k, v in kwargs.items())
+        reason = str(error).partition("\n")[0]
+        raise ChannelConfigError(
+            f"the base model {config.base!r} can't be built with {shown[:300]}: {reason}"
+        ) from error
+
+
+def model_args_of(model: nn.Module) -> dict[str, int]:
+    """``num_classes`` and ``in_chans`` as the model has them now, for ``timm.create_model`` of its base."""
+    from ..channels.tracing import image_channels
+
+    args = {}
+    if isinstance(getattr(model, "num_classes", None), int):
+        args["num_classes"] = model.num_classes
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    usual, now = (cfg.get("input_size") or (3,))[0], image_channels(model)
+    if now is not None and now != usual:
+        args["in_chans"] = now
+    return args
+
+
+class _Effort(TorchFunctionMode):
+    """Counts what building a model takes, and stops it beyond a limit."""
+
+    def __init__(self, max_calls: int | None = None, max_elements: int | None = None):
+        super().__init__()
+        self.calls = self.elements = 0
+        self.max_calls = max_calls or 200_000
+        self.max_elements = max_elements or 2**37
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls += 1
+        if isinstance(result, Tensor):
+            self.elements += result.numel()
+        if self.calls > self.max_calls or self.elements > self.max_elements:
+            raise ChannelConfigError(
+                "these arguments make the base model several times larger than timm's own; is the config damaged?"
+            )
+        return result
+
+
+@lru_cache(maxsize=64)
+def _plain_effort(base: str) -> tuple[int, int]:
+    with torch.device("meta"), _Effort() as effort:
+        model_entrypoint(base)(pretrained=False)
+    return effort.calls, effort.elements
+
+
+# ---- features_only ----------------------------------------------------------------------------------------------
+
+
+def _feature_wrapper(base: str, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The ``feature_cfg`` that the base's own code uses; None if it has a features class of its own."""
+    if kwargs.get("feature_cls") is None:
+        kind = _feature_kind(base)
+        if kind not in WRAPPERS:
+            return None
+    else:
+        kind = "given by the caller"
+    cfg = dict(_feature_cfg(base))
+    if kind in WRAPPERS:
+        cfg["feature_cls"] = WRAPPERS[kind]
+    return cfg
+
+
+@lru_cache(maxsize=64)
+def _feature_kind(base: str) -> str:
+    with torch.device("meta"), set_layer_config(no_jit=True):
+        return type(model_entrypoint(base)(pretrained=False, features_only=True)).__name__
+
+
+@lru_cache(maxsize=64)
+def _feature_cfg(base: str) -> tuple[tuple[str, Any], ...]:
+    """timm hands its feature settings to ``feature_cls``: a function in its place learns them."""
+    seen = {}
+
+    def listen(model, **cfg):
+        seen.update(cfg)
+        return model
+
+    try:
+        with torch.device("meta"):
+            model_entrypoint(base)(pretrained=False, features_only=True, feature_cls=listen)
+    except TypeError:  # a few models of timm don't pass feature_cls on: then they have no settings either
+        pass
+    seen.pop("output_fmt", None)  # the builder sets it from the model, and only where the wrapper wants it
+    return tuple(seen.items())
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------
+
+
+def _filter(base: str, cfg: PretrainedCfg, adapted: bool, partial: bool) -> Callable:
+    """Weights as they are if they fit; else through the base's own filter (another image size); else a clear error.
+
+    The classifier and the first conv are left to timm where it adapts them to other classes and input channels.
+    """
+
+    def fit(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        free = as_tuple(cfg.classifier) if getattr(model, "num_classes", None) != cfg.num_classes else ()
+        free += as_tuple(cfg.first_conv) if adapted else ()
+        wrong = mismatches(state_dict, model, free, partial)
+        if not wrong:
+            return state_dict
+        own = getattr(sys.modules[model_entrypoint(base).__module__], "checkpoint_filter_fn", None)
+        try:
+            filtered = own(dict(state_dict), model) if own else state_dict
+        except Exception:  # it was written for other weights; the error below is about these
+            filtered = state_dict
+        if mismatches(filtered, model, free, partial):
+            raise CheckpointError(f"the weights do not fit this pruned {base}: {'; '.join(wrong[:3])}{_more(wrong)}")
+        return filtered
+
+    return fit
+
+
+def mismatches(
+    state_dict: Mapping[str, Tensor], model: nn.Module, free: tuple = (), partial: bool = False
+) -> list[str]:
+    """Where weights and model differ, in words, in the model's order; modules in ``free`` may differ in shape.
+
+    Example:
+        >>> mismatches({"weight": torch.ones(2, 3)}, nn.Linear(3, 4))
+        ['weight is [2, 3], expected [4, 3]', 'bias is missing']
+    """
+    wrong = []
+    expected = model.state_dict()
+    for name, tensor in expected.items():
+        if name.rpartition(".")[0] in free:
+            continue
+        if name not in state_dict:
+            wrong.append(f"{name} is missing")
+        elif tuple(state_dict[name].shape) != tuple(tensor.shape):
+            wrong.append(f"{name} is {list(state_dict[name].shape)}, expected {list(tensor.shape)}")
+    if not partial:
+        wrong += [
+            f"{name} is not in the model" for name in state_dict if name not in expected and _owner(name) not in free
+        ]
+    return wrong
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _more(wrong: list[str]) -> str:
+    return f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+
+
+def _without(kwargs: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key not in names}
+
+
+def weightless_cfg(base: str) -> PretrainedCfg:
+    """The base's pretrained config (input size, mean, std …) without a claim to its weights."""
+    cfg = get_pretrained_cfg(base) or PretrainedCfg()
+    nothing = dict.fromkeys(
+        ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "tag", "label_offset")
+    )
+    return dataclasses.replace(cfg, **nothing, custom_load=False)

@@ -1,0 +1,141 @@
+"""Pictures of a pruning run, with matplotlib (extra ``report``): files for model cards, inline SVG for report.html."""
+
+import io
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import KnapsackError
+from ..human_numbers import human
+
+KEPT, GONE, EXTRA, FAINT = (
+    "#2a78b8",
+    "#e0904a",
+    "#3f9e63",
+    "#8a8f98",
+)  # told apart by light and dark, and by the colour-blind
+INK = "#010203"  # stands for the page's own text colour, which follows light and dark
+
+
+def _pyplot():
+    try:
+        import matplotlib
+        import matplotlib.ticker
+    except ImportError:
+        raise KnapsackError("pictures need matplotlib: pip install 'timm-knapsack[report]'") from None
+    from matplotlib.figure import Figure
+
+    return matplotlib, Figure
+
+
+def draw_kept_channels(layers: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> None:
+    """Kept and removed output channels of every layer, as in the paper's supplement.
+
+    Args:
+        layers: rows with name, original and kept.
+        path: its ending says the format: .png or .svg.
+
+    Example:
+        >>> draw_kept_channels([{"name": "conv1", "original": 64, "kept": 40}], "kept.png")
+    """
+    matplotlib, Figure = _pyplot()
+    names = [row["name"] for row in layers]
+    kept = [row["kept"] for row in layers]
+    gone = [row["original"] - row["kept"] for row in layers]
+    height = max(2.2, 0.17 * len(layers) + 1.0)
+    with matplotlib.rc_context({"font.size": 8, "svg.fonttype": "none"}):
+        figure = Figure(figsize=(7, height), layout="constrained")
+        axes = figure.subplots()
+        places = range(len(layers))
+        axes.barh(places, kept, color=KEPT, label="kept")
+        axes.barh(places, gone, left=kept, color=GONE, label="removed")
+        axes.set_yticks(places, names)
+        axes.set_ylim(len(layers) - 0.4, -0.6)
+        axes.set_xlabel("output channels")
+        axes.legend(loc="upper right", frameon=True)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=120, facecolor="white")
+
+
+def chart(
+    series: Sequence[Mapping[str, Any]],
+    *,
+    x_label: str,
+    y_label: str,
+    title: str,
+    log_y: bool = False,
+    percent_y: bool = False,
+    path: str | os.PathLike | None = None,
+) -> str:
+    """Lines or points as inline SVG that takes the colours of its page; with ``path`` also as a picture.
+
+    Args:
+        series: mappings with x, y, label, and optionally color, style ("line", "points", "both") and names of points.
+    """
+    matplotlib, Figure = _pyplot()
+    settings = {
+        "font.size": 10, "svg.fonttype": "none", "font.family": "sans-serif", "text.color": INK, "axes.labelcolor": INK,
+        "axes.edgecolor": FAINT, "xtick.color": INK, "ytick.color": INK, "svg.hashsalt": title,
+    }  # fmt: skip
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(4.6, 3.1), layout="constrained")
+        axes = figure.subplots()
+        for number, one in enumerate(series):
+            color = one.get("color", (KEPT, GONE, EXTRA, FAINT)[number % 4])
+            style = one.get("style", "line")
+            axes.plot(
+                one["x"], one["y"], label=one["label"], color=color, linewidth=1.6,
+                linestyle="none" if style == "points" else "-",
+                marker=one.get("marker", "o") if style != "line" else None,
+                markersize=5,
+            )  # fmt: skip
+            for x, y, name in zip(one["x"], one["y"], one.get("names", ()), strict=False):
+                axes.annotate(name, (x, y), xytext=(4, -9), textcoords="offset points", fontsize=8)
+        if log_y and all(value > 0 for one in series for value in one["y"]):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+            axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(True, color=FAINT, alpha=0.25, linewidth=0.6)
+        if len(series) > 1:
+            axes.legend(frameon=False, fontsize=9)
+        if path is not None:
+            figure.savefig(path, dpi=140, facecolor="white")
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    return _inline(text.getvalue(), title)
+
+
+def _inline(svg: str, title: str) -> str:
+    """One SVG element without the XML head, sized by its page, in its page's text colour, with unique ids."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = svg.replace(INK, "currentColor")
+    mark = re.sub(r"\W+", "-", title.lower())
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{mark}-\1"', svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{mark}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{mark}-\1)", svg)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = svg.replace("font: ", "font-family: inherit; font: ")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+
+
+def stage_of(layer: str) -> str:
+    """The part of the network a layer is in: ``layer2.0.conv1`` → ``layer2``, ``blocks.3.1.conv_pw`` → ``blocks.3``.
+
+    Example:
+        >>> stage_of("layer2.0.conv1"), stage_of("blocks.3.1.conv_pw"), stage_of("fc")
+        ('layer2', 'blocks.3', 'fc')
+    """
+    parts = layer.split(".")
+    if len(parts) == 1:
+        return layer
+    return ".".join(parts[:2]) if parts[1].isdigit() and not parts[0][-1:].isdigit() else parts[0]
+
+
+__all__ = ["chart", "draw_kept_channels", "human", "stage_of"]

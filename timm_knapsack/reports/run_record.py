@@ -1,0 +1,117 @@
+"""What happened to a pruned model, beside its weights: one JSON file, so that a later command can go on and report."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import KnapsackError
+
+FILE = "record.json"
+FORMAT = "timm-knapsack/record"
+VERSION = 1
+
+
+@dataclass
+class RunRecord:
+    """Everything that `timm-knapsack report` shows, as plain data.
+
+    Attributes:
+        base: the `ModelSource` that was pruned, as a mapping: the teacher.
+        pruning: ``PruneReport.to_dict()``.
+        kept_channels: ``{layer: indices of the outputs that stay}``.
+        finetune: config, history and evaluations of a fine-tuning run.
+        evaluations: rows with ``what`` ("original", "pruned", "recovered", "fine-tuned"), top1, top5, samples, data.
+        latency: measured seconds: ``{"original", "pruned", "batch_size", "threads", "device"}``.
+        sweep: rows of accuracy against MACs: ``{"what", "macs", "top1", "kind"}``; kind "pruned", "original" or
+            "baseline".
+        command: how it was made.
+
+    Example:
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> RunRecord(evaluations=[{"what": "original", "top1": 93.4}]).save(folder)
+        >>> RunRecord.load(folder).evaluations[0]["top1"]
+        93.4
+    """
+
+    base: dict[str, Any] = field(default_factory=dict)
+    pruning: dict[str, Any] = field(default_factory=dict)
+    kept_channels: dict[str, list[int]] = field(default_factory=dict)
+    finetune: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    latency: dict[str, Any] = field(default_factory=dict)
+    sweep: list[dict[str, Any]] = field(default_factory=list)
+    command: str = ""
+
+    @classmethod
+    def of_pruning(cls, result: Any, base: Mapping[str, Any] | None = None, **more) -> "RunRecord":
+        """From a `PruneResult`."""
+        kept = {name: index.tolist() for name, index in result.kept_channels.items()}
+        return cls(dict(base or {}), result.report.to_dict(), kept, **more)
+
+    def add_finetuning(self, config: Any, result: Any) -> None:
+        """From a `FinetuneConfig` and a `FinetuneResult`."""
+        self.finetune = {
+            "config": asdict(config),
+            "history": list(result.history),
+            "evaluations": list(result.evaluations),
+            "updates": result.updates,
+        }
+
+    def add_evaluation(self, what: str, metrics: Mapping[str, Any], data: str = "") -> None:
+        """The same images measured again replace the row."""
+        row = {"what": what, **metrics, "data": data}
+        self.evaluations = [r for r in self.evaluations if (r["what"], r.get("data")) != (what, data)] + [row]
+
+    def save(self, folder: str | os.PathLike) -> Path:
+        """Write ``record.json`` into a folder, whole or not at all."""
+        data = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return write_json(Path(folder) / FILE, data)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike) -> "RunRecord":
+        """Read ``record.json`` from a folder; an empty record if there is none."""
+        path = Path(folder) / FILE
+        if not path.exists():
+            return cls()
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise KnapsackError(f"{path} can't be read: {error}") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise KnapsackError(f"{path} is not a record of timm-knapsack")
+        if data.get("version") != VERSION:
+            raise KnapsackError(f"{path} has version {data.get('version')!r}, this timm_knapsack reads {VERSION}")
+        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
+
+
+def write_json(path: Path, data: Any) -> Path:
+    """JSON that appears whole or not at all; infinite numbers become null, tensors and paths text."""
+    text = json.dumps(_plain(data), indent=1, allow_nan=False) + "\n"
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return _plain(value.item())
+    return str(value)

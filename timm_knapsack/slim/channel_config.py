@@ -1,0 +1,276 @@
+"""ChannelConfig: the JSON that rebuilds a pruned architecture from its base timm model, without data or tracing.
+
+It stores what changed and nothing else: the new size of each parameter dim, and each number that a module has baked
+in (``num_heads``, ``groups``, ``feature_info`` …). A dim that is not named keeps the base model's size, so
+``num_classes`` and ``in_chans`` stay free. This module knows no torch: a config can be read, checked and written
+without importing it. Whether a config fits a model is checked where it is applied, in ``slim.resize_model``.
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import ChannelConfigError
+
+FORMAT = "timm-knapsack/channel-config"
+VERSION = 1
+MAX_BYTES = 8 * 2**20  # the largest timm model's config is below 1 MB
+MAX_SIZE = 2**24  # no dim of a real model is larger; the base model sets the true limit
+MAX_BASE_ARG = 2**16  # image sizes, depths, widths: a stranger's file must not make timm build a monster
+MAX_CLASSES = 2**20
+
+# Arguments of timm's builder and factory that choose weights, files or another kind of model, not an architecture.
+_NOT_ARCHITECTURE = re.compile(
+    r"(pretrained|checkpoint|cache|script|export|feature|out_indices|kwargs|model_|pruned|device|dtype|no_jit)"
+)
+
+_MODEL_NAME = re.compile(r"[A-Za-z0-9_]{1,200}")
+_DOTTED = re.compile(r"[A-Za-z0-9_]{1,120}(\.[A-Za-z0-9_]{1,120}){0,40}")
+_REQUIRED = ("format", "version", "base", "widths")
+_OPTIONAL = ("attributes", "base_args", "name")
+
+
+@dataclass(frozen=True)
+class ChannelConfig:
+    """How a pruned architecture differs from its base.
+
+    Attributes:
+        base: name of the base model in timm.
+        widths: new size of each changed dim, ``{"layer1.0.conv1.weight": {0: 45}}``.
+        attributes: new value of each changed number in a module, ``{"blocks.0.attn": {"num_heads": 2}}``; the empty
+            module name is the model itself, a dotted attribute reaches into lists and dicts
+            (``feature_info.0.num_chs``).
+        base_args: arguments of ``timm.create_model`` that the base needs, such as ``{"img_size": 256}``.
+        name: name to register the pruned architecture under.
+
+    Example:
+        >>> config = ChannelConfig("resnet18", {"layer1.0.conv1.weight": {0: 45}, "layer1.0.conv2.weight": {1: 45}})
+        >>> ChannelConfig.from_json(config.to_json()) == config
+        True
+    """
+
+    base: str
+    widths: Mapping[str, Mapping[int, int]]
+    attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    base_args: Mapping[str, Any] = field(default_factory=dict)
+    name: str | None = None
+
+    def __post_init__(self):
+        _check_name(self.base, "base")
+        if self.name is not None:
+            _check_name(self.name, "name")
+        object.__setattr__(self, "widths", _frozen_table(self.widths, "widths", _read_dim))
+        object.__setattr__(self, "attributes", _frozen_table(self.attributes, "attributes", _read_attribute))
+        object.__setattr__(self, "base_args", _frozen_base_args(self.base_args))
+
+    def __hash__(self):
+        return hash(self.to_json())
+
+    def __reduce__(self):  # mapping proxies don't pickle or deep-copy; plain dicts do
+        return (
+            ChannelConfig,
+            (self.base, _plain(self.widths), _plain(self.attributes), dict(self.base_args), self.name),
+        )
+
+    def renamed(self, name: str) -> "ChannelConfig":
+        """The same architecture under another name."""
+        return replace(self, name=name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain sorted dicts, as written to JSON."""
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            "base": self.base,
+            "widths": {
+                param: {str(dim): size for dim, size in sorted(dims.items())}
+                for param, dims in sorted(self.widths.items())
+            },
+        }
+        if self.attributes:
+            data["attributes"] = {m: dict(sorted(a.items())) for m, a in sorted(self.attributes.items())}
+        if self.base_args:
+            data["base_args"] = dict(sorted(self.base_args.items()))
+        if self.name is not None:
+            data["name"] = self.name
+        return data
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, data: Any, source: str = "channel config") -> "ChannelConfig":
+        """Read strictly: an unknown, missing or malformed key is an error that names it."""
+        try:
+            return cls._from_dict(data)
+        except ChannelConfigError as error:
+            raise ChannelConfigError(f"{source}: {error}") from None
+
+    @classmethod
+    def _from_dict(cls, data: Any) -> "ChannelConfig":
+        if not isinstance(data, Mapping):
+            raise ChannelConfigError(f"expected a JSON object, got {_show(data)}")
+        for key in _REQUIRED:
+            if key not in data:
+                raise ChannelConfigError(f"key {key!r} is missing; a channel config has {', '.join(_REQUIRED)}")
+        unknown = sorted(str(key) for key in data if key not in _REQUIRED + _OPTIONAL)
+        if unknown:
+            allowed = ", ".join(_REQUIRED + _OPTIONAL)
+            raise ChannelConfigError(f"unknown key {_show(unknown[0])}; the keys are {allowed}")
+        if data["format"] != FORMAT:
+            raise ChannelConfigError(f"format is {_show(data['format'])}, expected {FORMAT!r}")
+        version = data["version"]
+        if type(version) is not int or version < 1:
+            raise ChannelConfigError(f"version is {_show(version)}, expected a whole number from 1 to {VERSION}")
+        if version > VERSION:
+            raise ChannelConfigError(
+                f"version {version} is newer than the {VERSION} that this timm_knapsack reads; upgrade timm-knapsack"
+            )
+        return cls(
+            base=data["base"],
+            widths=data["widths"],
+            attributes=data.get("attributes", {}),
+            base_args=data.get("base_args", {}),
+            name=data.get("name"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "channel config") -> "ChannelConfig":
+        if len(text) > MAX_BYTES:
+            raise ChannelConfigError(f"{source}: {len(text)} characters; a channel config has at most {MAX_BYTES}")
+
+        def unique(pairs):
+            keys = [key for key, _ in pairs]
+            if len(set(keys)) < len(keys):
+                twice = next(key for key in keys if keys.count(key) > 1)
+                raise ChannelConfigError(f"{source}: key {_show(twice)} stands twice in one object")
+            return dict(pairs)
+
+        def no_constant(text):
+            raise ChannelConfigError(f"{source}: {text} is not a number of channels")
+
+        try:
+            data = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        except RecursionError:
+            raise ChannelConfigError(f"{source}: nested too deeply to be a channel config") from None
+        except ChannelConfigError:
+            raise
+        except ValueError as error:
+            raise ChannelConfigError(f"{source}: not JSON: {error}") from None
+        return cls.from_dict(data, source)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "ChannelConfig":
+        """Read a file written by ``save``."""
+        path = Path(path)
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise ChannelConfigError(
+                    f"{path}: {path.stat().st_size} bytes; a channel config has at most {MAX_BYTES}"
+                )
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ChannelConfigError(f"{path}: can't be read: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise ChannelConfigError(f"{path}: not a text file in UTF-8") from None
+        return cls.from_json(text, str(path))
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write sorted JSON; the file appears whole or not at all."""
+        path = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.to_json())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+def _plain(table):
+    return {outer: dict(inner) for outer, inner in table.items()}
+
+
+def _show(value: Any) -> str:
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} nested too deeply"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _check_name(name: Any, key: str) -> None:
+    if not isinstance(name, str) or not _MODEL_NAME.fullmatch(name):
+        raise ChannelConfigError(f"{key} is {_show(name)}, expected a model name of letters, digits and underscores")
+
+
+def _read_size(value: Any, place: str) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_SIZE:
+        raise ChannelConfigError(f"{place} is {_show(value)}, expected a whole number from 1 to {MAX_SIZE}")
+    return value
+
+
+def _read_dim(key: Any, place: str) -> int:
+    if type(key) is int and 0 <= key < 10:
+        return key
+    if isinstance(key, str) and re.fullmatch(r"[0-9]", key):
+        return int(key)
+    raise ChannelConfigError(f"{place}: {_show(key)} is not a dim, expected 0 to 9")
+
+
+def _read_attribute(key: Any, place: str) -> str:
+    if isinstance(key, str) and _DOTTED.fullmatch(key) and not key.startswith("_") and "._" not in key:
+        return key
+    raise ChannelConfigError(f"{place}: {_show(key)} is not a public attribute name")
+
+
+def _frozen_table(table: Any, key: str, read_inner) -> Mapping[str, Mapping[Any, int]]:
+    if not isinstance(table, Mapping):
+        raise ChannelConfigError(f"{key} is {_show(table)}, expected an object")
+    result = {}
+    for outer, inner in table.items():
+        if not isinstance(outer, str) or not (_DOTTED.fullmatch(outer) or (outer == "" and key == "attributes")):
+            raise ChannelConfigError(f"{key}: {_show(outer)} is not a dotted name")
+        place = f"{key}[{outer!r}]"
+        if not isinstance(inner, Mapping) or not inner:
+            raise ChannelConfigError(f"{place} is {_show(inner)}, expected an object that is not empty")
+        result[outer] = MappingProxyType(
+            {read_inner(k, place): _read_size(v, f"{place}[{str(k)!r}]") for k, v in inner.items()}
+        )
+    return MappingProxyType(result)
+
+
+def _frozen_base_args(args: Any) -> Mapping[str, Any]:
+    """Only plain values that shape an architecture: no nesting, nothing that reaches the disk or the network."""
+    if not isinstance(args, Mapping):
+        raise ChannelConfigError(f"base_args is {_show(args)}, expected an object")
+    result = {}
+    for key, value in args.items():
+        place = f"base_args[{_show(key)}]"
+        if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,60}", key):
+            raise ChannelConfigError(f"{place}: not an argument name")
+        if _NOT_ARCHITECTURE.match(key):
+            raise ChannelConfigError(f"{place}: a channel config does not choose weights or files")
+        if isinstance(value, (list, tuple)):
+            value = tuple(value)
+            values = value
+        else:
+            values = (value,)
+        for item in values:
+            plain = item is None or isinstance(item, (bool, int, str)) or (isinstance(item, float) and item - item == 0)
+            if not plain or len(values) > 100 or (isinstance(item, str) and len(item) > 200):
+                raise ChannelConfigError(
+                    f"{place} is {_show(value)}, expected a plain number, text, or a short list of them"
+                )
+            if isinstance(item, (int, float)) and abs(item) > (MAX_CLASSES if key == "num_classes" else MAX_BASE_ARG):
+                raise ChannelConfigError(f"{place} is {_show(value)}, larger than any model uses")
+        result[key] = value
+    return MappingProxyType(result)

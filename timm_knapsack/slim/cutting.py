@@ -1,0 +1,178 @@
+"""The only file that cuts weights: slice_model (weights and all) and resize_model (architecture only)."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..channels.tracing import copy_with, named_tensors
+from ..errors import ChannelConfigError, KeepError
+from .attributes import apply_attributes, sync_layer
+from .channel_config import ChannelConfig
+from .channel_groups import ChannelGroups
+
+
+def slice_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tensor]) -> nn.Module:
+    """A physically smaller copy of the model that keeps the chosen units; the model itself is left untouched.
+
+    Args:
+        keep: for each group name the indices of the units that stay; a group that is not named keeps all.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("resnet18")
+        >>> groups = find_channel_groups(model)
+        >>> slim = slice_model(model, groups, {"layer1.0.conv1": range(0, 64, 2)})
+        >>> slim.layer1[0].conv1.out_channels
+        32
+    """
+    tensors = _tensors_that_fit(model, groups)
+    kept = kept_indices(groups, groups.check_keep(keep))
+
+    def cut(name: str, tensor: Tensor) -> Tensor:
+        if tensor is not tensors.get(name):
+            return tensor.detach().clone()  # a plain tensor attribute
+        new = tensor.detach()
+        for dim, index in kept.get(name, {}).items():
+            new = new.index_select(dim, index.to(new.device))
+        new = new.clone() if name not in kept else new
+        return _like_memory(new, tensor)
+
+    slim = copy_with(model, cut)
+    sizes = [len(kept_units) for kept_units in groups.check_keep(keep).values()]
+    changed = {}
+    for attribute in groups.attributes:
+        value = attribute.at(sizes)
+        changed.setdefault(attribute.module, {})[attribute.path] = value
+    apply_attributes(slim, changed)
+    _sync(slim, kept)
+    return slim
+
+
+def mask_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of full size in which every slice of every removed unit is zero.
+
+    Its outputs equal those of `slice_model` with the same ``keep``, unless a norm or softmax runs across the removed
+    channels (``group.crosses_norm``): the oracle of the tests.
+    """
+    _tensors_that_fit(model, groups)
+    gone = _gone(groups, groups.check_keep(keep))
+
+    def masked(name: str, tensor: Tensor) -> Tensor:
+        new = tensor.detach().clone()
+        for (param, dim), index in gone.items():
+            if param == name and not name.endswith(("running_mean", "running_var")):
+                new.index_fill_(dim, index.to(new.device), 0)
+        return new
+
+    return copy_with(model, masked)
+
+
+def _tensors_that_fit(model: nn.Module, groups: ChannelGroups) -> dict[str, Tensor]:
+    tensors = dict(named_tensors(model))
+    if {name: tuple(t.shape) for name, t in tensors.items()} != dict(groups.shapes):
+        changed = next(
+            (n for n in groups.shapes if n not in tensors or tuple(tensors[n].shape) != groups.shapes[n]), None
+        )
+        raise KeepError(
+            f"these groups belong to another model: {changed or 'a tensor'} differs; "
+            "call find_channel_groups(model) again"
+        )
+    return tensors
+
+
+def kept_indices(groups: ChannelGroups, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
+    """``{parameter: {dim: indices that stay}}`` for every dim that shrinks."""
+    result: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for (param, dim), removed in _gone(groups, keep).items():
+        stays = torch.ones(groups.shapes[param][dim], dtype=torch.bool)
+        stays[removed] = False
+        result[param][dim] = stays.nonzero().flatten()
+    return dict(result)
+
+
+def _gone(groups: ChannelGroups, keep: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
+    gone: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
+    for group in groups:
+        mask = torch.ones(group.size, dtype=torch.bool)
+        mask[keep[group.name]] = False
+        if mask.any():
+            for s in (*group.slices, *group.hidden_slices):
+                gone[s.param, s.dim].append(s.index[mask].reshape(-1))
+    return {key: torch.cat(indices) for key, indices in gone.items()}
+
+
+def channel_config_of(groups: ChannelGroups, keep: Mapping[str, Tensor], base: str, base_args=None) -> ChannelConfig:
+    """What resize_model needs to rebuild ``slice_model(model, groups, keep)`` from the base architecture."""
+    keep = groups.check_keep(keep)
+    widths = {
+        param: {dim: len(index) for dim, index in dims.items()} for param, dims in kept_indices(groups, keep).items()
+    }
+    sizes = [len(units) for units in keep.values()]
+    attributes: dict[str, dict[str, int]] = defaultdict(dict)
+    for attribute in groups.attributes:
+        if attribute.at(sizes) != attribute.at(groups.sizes):
+            attributes[attribute.module][attribute.path] = attribute.at(sizes)
+    return ChannelConfig(base=base, widths=widths, attributes=dict(attributes), base_args=base_args or {})
+
+
+def resize_model(model: nn.Module, config: ChannelConfig) -> nn.Module:
+    """The slim architecture, rebuilt from its base model: no tracing, no data; new tensors are left uninitialised.
+
+    Args:
+        model: the base model, best on the meta device.
+
+    Example:
+        >>> import timm
+        >>> with torch.device("meta"):
+        ...     base = timm.create_model("resnet18")
+        >>> config = ChannelConfig("resnet18", {"layer1.0.conv1.weight": {0: 8}, "layer1.0.bn1.weight": {0: 8},
+        ...     "layer1.0.bn1.bias": {0: 8}, "layer1.0.bn1.running_mean": {0: 8}, "layer1.0.bn1.running_var": {0: 8},
+        ...     "layer1.0.conv2.weight": {1: 8}})
+        >>> resize_model(base, config).layer1[0].conv1
+        Conv2d(64, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False)
+    """
+    tensors = dict(named_tensors(model))
+    for name, dims in config.widths.items():
+        if name not in tensors:
+            raise ChannelConfigError(
+                f"widths: the base model {config.base!r} has no parameter {name!r}; is this a config for another model?"
+            )
+        shape = tensors[name].shape
+        for dim, size in dims.items():
+            if dim >= len(shape):
+                raise ChannelConfigError(
+                    f"widths[{name!r}]: there is no dim {dim}; the parameter has {len(shape)} dims"
+                )
+            if size > shape[dim]:
+                raise ChannelConfigError(
+                    f"widths[{name!r}]['{dim}'] is {size}, more than the base model's {shape[dim]}"
+                )
+
+    def resized(name: str, tensor: Tensor) -> Tensor:
+        if tensor is not tensors.get(name):
+            return tensor.detach().clone()
+        if name not in config.widths:
+            return tensor.detach().clone()
+        shape = [config.widths[name].get(dim, size) for dim, size in enumerate(tensor.shape)]
+        return _like_memory(torch.empty(shape, dtype=tensor.dtype, device=tensor.device), tensor)
+
+    slim = copy_with(model, resized)
+    apply_attributes(slim, {module: dict(values) for module, values in config.attributes.items()})
+    _sync(slim, config.widths)
+    return slim
+
+
+def _sync(slim: nn.Module, changed) -> None:
+    owners = {name.rsplit(".", 1)[0] if "." in name else "" for name in changed}
+    for name, module in slim.named_modules():
+        if name in owners:
+            sync_layer(module)
+
+
+def _like_memory(new: Tensor, old: Tensor) -> Tensor:
+    for memory_format, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+        if old.dim() == dims and old.is_contiguous(memory_format=memory_format) and not old.is_contiguous():
+            return new.contiguous(memory_format=memory_format)
+    return new.contiguous()

@@ -1,0 +1,357 @@
+"""Distillation: the student, its reconstruction matrices ``M_l`` and all losses as one trainable module.
+
+``L = CE + λ_KD · KD + λ_IKD · IKD``, the fine-tuning loss of section 5 of the paper. Every term is a mean over the
+batch, so that several processes with equal batches average to the same number as one.
+
+- **CE**: cross-entropy with label smoothing; labels ``[B]`` or probabilities ``[B, classes]`` (mixup, cutmix).
+- **KD**: ``-Σ_i softmax(teacher / T)_i · log softmax(student / T)_i · T²``; ``T = 1`` is the paper's equation.
+- **IKD**: for every layer ``l`` the squared distance of the teacher's pre-activation map from ``M_l`` times the
+  student's. The paper sums over positions, channels and layers; its published code takes the mean over the elements of
+  each map and divides by the number of layers. ``ikd_reduction`` is ``"mean"`` (as the code, the default, with weights
+  of 20 to 30) or ``"sum"`` (as the equation, and a mean over the batch).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..errors import TrainingError
+from ..maps.taps import Tap, eval_mode, find_taps, listen
+
+
+def check_number(name: str, value: Any, low: float, high: float = math.inf, *, whole: bool = False) -> None:
+    """Refuse a config value that is no finite number in ``[low, high]``, naming it."""
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not (low <= value <= high and math.isfinite(value)):
+        bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise TrainingError(f"{name} must be a {'whole ' if whole else ''}number {bounds}, got {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """Refuse a config value that is none of ``choices``, naming them."""
+    if value not in tuple(choices):
+        raise TrainingError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """What the student learns from its teacher.
+
+    Attributes:
+        kd_weight: λ_KD; 0 turns the term off.
+        temperature: ``T`` of KD; the term is scaled by ``T²``.
+        ikd_weight: λ_IKD; 0 turns the term off (as the paper does for EfficientNet).
+        ikd_at: ``"convs"`` (each conv, and each linear inside a block), ``"blocks"``, ``"stages"``, or module names.
+        ikd_reduction: ``"mean"`` over elements and layers (the published code), or ``"sum"`` (the paper's equation).
+        ikd_init: ``M_l`` starts as the ``"ridge"`` solution on a few batches, or as the ``"selection"`` of the kept
+            channels. Layers of equal width have no ``M_l``.
+        ikd_init_batches: batches for the ridge solution.
+        ikd_ridge: its regulariser, relative to the mean squared activation.
+        ikd_weight_decay: weight decay of all ``M_l``; the student has its own.
+        label_smoothing: of the cross-entropy.
+
+    Example:
+        >>> DistillationConfig(kd_weight=1.0, ikd_weight=20.0, ikd_at="blocks").temperature
+        1.0
+    """
+
+    kd_weight: float = 1.0
+    temperature: float = 1.0
+    ikd_weight: float = 20.0
+    ikd_at: str | tuple[str, ...] = "blocks"
+    ikd_reduction: str = "mean"
+    ikd_init: str = "ridge"
+    ikd_init_batches: int = 8
+    ikd_ridge: float = 1e-4
+    ikd_weight_decay: float = 1e-4
+    label_smoothing: float = 0.1
+
+    def __post_init__(self):
+        for name in ("kd_weight", "ikd_weight", "ikd_weight_decay", "ikd_ridge"):
+            check_number(name, getattr(self, name), 0)
+        check_number("temperature", self.temperature, 1e-3)
+        check_number("label_smoothing", self.label_smoothing, 0, 1)
+        check_number("ikd_init_batches", self.ikd_init_batches, 1, whole=True)
+        check_choice("ikd_reduction", self.ikd_reduction, ("mean", "sum"))
+        check_choice("ikd_init", self.ikd_init, ("ridge", "selection"))
+        if isinstance(self.ikd_at, str):
+            if self.ikd_at not in ("convs", "blocks", "stages"):
+                raise TrainingError(
+                    f"ikd_at must be 'convs', 'blocks', 'stages' or a list of module names; got {self.ikd_at!r}"
+                )
+        elif isinstance(self.ikd_at, (list, tuple)) and self.ikd_at and all(isinstance(n, str) for n in self.ikd_at):
+            object.__setattr__(self, "ikd_at", tuple(dict.fromkeys(self.ikd_at)))
+        else:
+            raise TrainingError(f"ikd_at must name at least one module, got {self.ikd_at!r}")
+
+
+class Losses(NamedTuple):
+    """What one forward returns: scalars (``kd`` and ``ikd`` without their weights) and the student's logits."""
+
+    total: torch.Tensor
+    ce: torch.Tensor
+    kd: torch.Tensor
+    ikd: torch.Tensor
+    logits: torch.Tensor
+
+
+class DistillationModule(nn.Module):
+    """Student and all ``M_l`` in one module, so that one DDP wrapper and one optimiser see everything that learns.
+
+    The teacher is not a submodule: it is neither trained, saved, wrapped, nor put into ``train()``. It runs in ``eval``
+    mode without gradients, under the caller's autocast, and moves along with ``.to(device)``. Hooks exist only while
+    ``forward`` runs, so ``.student`` is an ordinary model at any other time: it pickles, deep-copies and saves.
+
+    Args:
+        student: the slim model; the same module names as the teacher, fewer channels.
+        teacher: the original model, or None where ``kd_weight`` and ``ikd_weight`` are 0.
+        config: weights and places of the terms.
+        kept: for ``ikd_init="selection"``: module name → the teacher's output channels that the student kept. For a
+            block, the entry of the block itself or of its last conv or linear of that width is taken.
+        example: images to run both networks on once, to find the maps; by default zeros of the teacher's input size.
+
+    Example:
+        >>> def network(width):
+        ...     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 4)
+        ...     return nn.Sequential(nn.Conv2d(3, width, 1), nn.ReLU(), *head)
+        >>> config = DistillationConfig(ikd_at=["0"], ikd_init="selection")
+        >>> module = DistillationModule(network(2), network(8), config, {"0": [1, 5]}, torch.zeros(1, 3, 8, 8))
+        >>> module(torch.zeros(2, 3, 8, 8), torch.tensor([0, 3])).total.shape, module.projections["0"].shape
+        (torch.Size([]), torch.Size([8, 2]))
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        teacher: nn.Module | None,
+        config: DistillationConfig | None = None,
+        kept: Mapping[str, Any] | None = None,
+        example: torch.Tensor | None = None,
+    ):
+        super().__init__()
+        self.config = config = config or DistillationConfig()
+        if teacher is None and (config.kd_weight or config.ikd_weight):
+            raise TrainingError("kd_weight and ikd_weight need a teacher: pass one, or set both to 0")
+        if teacher is student:
+            raise TrainingError("teacher and student are the same object; prune returns a new model: train that one")
+        self.student = student
+        self.projections = nn.ParameterDict()  # "/" for "." in the names: a parameter's name has no dot
+        self._outside = (teacher,)  # in a tuple, which nn.Module does not register
+        self.taps: list[Tap] = []
+        self._channel_dim: dict[str, int] = {}
+        self._awaits_data = False
+        if teacher is not None and (config.kd_weight or config.ikd_weight):
+            teacher.eval()
+            self._find_maps(kept or {}, _example(teacher, student) if example is None else example)
+
+    @property
+    def teacher(self) -> nn.Module | None:
+        return self._outside[0]
+
+    def to(self, *args, **kwargs):
+        if self.teacher is not None:
+            self.teacher.to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        result = super().load_state_dict(*args, **kwargs)
+        self.mark_initialised()
+        return result
+
+    def mark_initialised(self) -> None:
+        """Say that every ``M_l`` has its values, from wherever: ``forward`` refuses to run before."""
+        self._awaits_data = False
+
+    def _find_maps(self, kept: Mapping[str, Any], example: torch.Tensor) -> None:
+        config, student, teacher = self.config, self.student, self.teacher
+        if config.ikd_weight:
+            self.taps = find_taps(teacher, config.ikd_at, example)
+            for tap in self.taps:
+                _check_in_student(student, tap)
+        with eval_mode(student), torch.no_grad():
+            teacher_logits, teacher_maps = self._run(teacher, example)
+            logits, maps = self._run(student, example)
+        if logits.shape != teacher_logits.shape:
+            raise TrainingError(
+                f"student and teacher give different outputs: {tuple(logits.shape)} and {tuple(teacher_logits.shape)}"
+            )
+        for tap in self.taps:
+            dim = _channel_dim(tap, maps.get(tap.name), teacher_maps[tap.name])
+            if dim is not None:  # equal widths need no M_l
+                self._channel_dim[tap.name] = dim
+                shape = teacher_maps[tap.name].shape[dim], maps[tap.name].shape[dim]
+                if config.ikd_init == "selection":
+                    weight = _selection(teacher, tap.name, kept, *shape)
+                else:
+                    weight = torch.zeros(shape)
+                    self._awaits_data = True
+                device = next(student.parameters()).device
+                self.projections[tap.name.replace(".", "/")] = nn.Parameter(weight.to(device))
+
+    def _run(self, model: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        with listen(model, self.taps) as maps:
+            logits = model(images)
+        if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
+            raise TrainingError(f"{type(model).__name__} must return logits [batch, classes] to be distilled")
+        return logits, maps
+
+    def forward(self, images: torch.Tensor, targets: torch.Tensor) -> Losses:
+        config = self.config
+        if self._awaits_data:
+            raise TrainingError("M_l is not initialised: call init_from_data(batches), or use ikd_init='selection'")
+        teacher_maps, kd, ikd = {}, images.new_zeros(()), images.new_zeros(())
+        if config.kd_weight or config.ikd_weight:
+            self.teacher.eval()  # whatever the caller did to it in between
+            with torch.no_grad():
+                teacher_logits, teacher_maps = self._run(self.teacher, images)
+        logits, maps = self._run(self.student, images)
+        ce = F.cross_entropy(logits.float(), targets, label_smoothing=config.label_smoothing)
+        total = ce
+        if config.kd_weight:
+            kd = kd_loss(logits, teacher_logits, config.temperature)
+            total = total + config.kd_weight * kd
+        if config.ikd_weight:
+            ikd = sum(self._distance(tap, maps.pop(tap.name), teacher_maps.pop(tap.name)) for tap in self.taps)
+            if config.ikd_reduction == "mean":
+                ikd = ikd / len(self.taps)
+            total = total + config.ikd_weight * ikd
+        return Losses(total, ce.detach(), kd.detach(), ikd.detach(), logits.detach())
+
+    def _distance(self, tap: Tap, student_map: torch.Tensor, teacher_map: torch.Tensor) -> torch.Tensor:
+        if tap.name in self._channel_dim:
+            weight = self.projections[tap.name.replace(".", "/")]
+            student_map = _project(weight, student_map, self._channel_dim[tap.name])
+        # under bf16 the maps are bf16: a squared distance needs float32
+        student_map, teacher_map = student_map.float(), teacher_map.float()
+        if self.config.ikd_reduction == "mean":
+            return F.mse_loss(student_map, teacher_map)
+        return F.mse_loss(student_map, teacher_map, reduction="sum") / len(student_map)
+
+    @torch.no_grad()
+    def init_from_data(
+        self, batches: Iterable[Any], reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
+        """Set every ``M_l`` to the ridge solution ``T Sᵀ (S Sᵀ + λ I)⁻¹`` on some batches, in float64.
+
+        Both networks run in ``eval`` mode: bring the student's BatchNorm statistics up to date first (``recover``).
+
+        Args:
+            batches: images, or tuples that begin with images.
+            reduce: sums a tensor over all processes, so that each gets the same solution.
+        """
+        grams: dict[str, list[torch.Tensor]] = {}
+        seen = 0
+        for batch in batches:
+            images = batch[0] if isinstance(batch, (tuple, list)) else batch
+            images = images.to(next(self.student.parameters()).device)
+            with eval_mode(self.student), eval_mode(self.teacher):
+                _, teacher_maps = self._run(self.teacher, images)
+                _, maps = self._run(self.student, images)
+            for name, dim in self._channel_dim.items():
+                _accumulate(grams, name, _rows(maps[name], dim), _rows(teacher_maps[name], dim))
+            seen += 1
+        if self._channel_dim and not seen:
+            raise TrainingError("the ridge start of M_l got no batch; give data, or use ikd_init='selection'")
+        for name, pair in grams.items():
+            gram, cross = (reduce(part) for part in pair) if reduce else pair
+            gram, cross = gram.cpu(), cross.cpu()
+            damping = self.config.ikd_ridge * gram.diagonal().mean() + torch.finfo(torch.float64).tiny ** 0.5
+            solution = torch.linalg.solve(gram + damping * torch.eye(len(gram), dtype=gram.dtype), cross.T).T
+            self.projections[name.replace(".", "/")].copy_(solution)
+        self.mark_initialised()
+
+
+def kd_loss(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Cross-entropy of the student's softmax with the teacher's, mean over the batch, times ``T²``.
+
+    Example:
+        >>> round(kd_loss(torch.zeros(4, 2), torch.zeros(4, 2)).item(), 4)  # log 2
+        0.6931
+    """
+    probabilities = F.softmax(teacher_logits.float() / temperature, dim=1)
+    return F.cross_entropy(logits.float() / temperature, probabilities) * temperature**2
+
+
+def _project(weight: torch.Tensor, features: torch.Tensor, dim: int) -> torch.Tensor:
+    """``weight`` times the channels of ``features``: a bias-free 1 × 1 conv in whichever layout."""
+    if dim == features.ndim - 1:
+        return F.linear(features, weight)
+    return F.conv2d(features, weight[:, :, None, None])
+
+
+def _rows(features: torch.Tensor, dim: int) -> torch.Tensor:
+    return features.movedim(dim, -1).reshape(-1, features.shape[dim])
+
+
+def _accumulate(grams: dict, name: str, student: torch.Tensor, teacher: torch.Tensor, chunk: int = 2**16) -> None:
+    """Add ``Σ s sᵀ`` and ``Σ t sᵀ`` in float64, by chunks: a float64 copy of a whole map may not fit."""
+    if name not in grams:
+        device = "cpu" if student.device.type == "mps" else student.device  # MPS has no float64
+        grams[name] = [
+            torch.zeros(width, student.shape[1], dtype=torch.float64, device=device)
+            for width in (student.shape[1], teacher.shape[1])
+        ]
+    for s, t in zip(student.split(chunk), teacher.split(chunk), strict=True):
+        s, t = (part.to(grams[name][0].device).double() for part in (s, t))
+        grams[name][0] += s.T @ s
+        grams[name][1] += t.T @ s
+
+
+def _example(teacher: nn.Module, student: nn.Module) -> torch.Tensor:
+    cfg = getattr(teacher, "pretrained_cfg", None) or getattr(student, "pretrained_cfg", None) or {}
+    if not cfg.get("input_size"):
+        raise TrainingError(f"{type(teacher).__name__} does not say its input size: pass example=images [N, C, H, W]")
+    return torch.zeros(1, *cfg["input_size"], device=next(student.parameters()).device)
+
+
+def _check_in_student(student: nn.Module, tap: Tap) -> None:
+    try:
+        student.get_submodule(tap.module)
+    except AttributeError:
+        raise TrainingError(
+            f"inner distillation listens to {tap.module}, which the student does not have; student and teacher must "
+            "have the same modules, or ikd_at must name those that both have"
+        ) from None
+
+
+def _channel_dim(tap: Tap, student: torch.Tensor | None, teacher: torch.Tensor) -> int | None:
+    """The dim in which the maps differ: the channels. None where they agree; an error if it can't be the channels."""
+    shapes = f"student {tuple(student.shape) if student is not None else None}, teacher {tuple(teacher.shape)}"
+    if student is None or student.ndim != teacher.ndim:
+        raise TrainingError(f"{tap.name}: the maps of student and teacher do not correspond: {shapes}")
+    differing = [dim for dim in range(student.ndim) if student.shape[dim] != teacher.shape[dim]]
+    if not differing:
+        return None
+    allowed = (1, 3) if student.ndim == 4 else (student.ndim - 1,)  # NCHW or NHWC; [B, C]; [B, N, C]
+    if len(differing) > 1 or differing[0] not in allowed or student.ndim < 2:
+        raise TrainingError(
+            f"{tap.name}: the maps must differ in their channels only, but dims {differing} differ: {shapes}; "
+            "leave this module out of ikd_at"
+        )
+    return differing[0]
+
+
+def _selection(teacher: nn.Module, name: str, kept: Mapping[str, Any], wide: int, slim: int) -> torch.Tensor:
+    """The matrix that puts each of the student's channels back where the teacher has it; zeros elsewhere."""
+    inside = [
+        f"{name}.{child}"
+        for child, module in teacher.get_submodule(name).named_modules()
+        if child and getattr(module, "out_channels", getattr(module, "out_features", None)) == wide
+    ]
+    for key in [name, *reversed(inside)]:
+        if key in kept and len(kept[key]) == slim:
+            index = torch.as_tensor(kept[key], dtype=torch.long).cpu()
+            if index.ndim != 1 or len(index.unique()) != slim or index.min() < 0 or index.max() >= wide:
+                raise TrainingError(f"kept[{key!r}] must hold {slim} different channels from 0 to {wide - 1}")
+            weight = torch.zeros(wide, slim)
+            weight[index, torch.arange(slim)] = 1.0
+            return weight
+    raise TrainingError(
+        f"ikd_init='selection' needs kept[{name!r}]: which {slim} of the teacher's {wide} channels the student kept "
+        f"(or the entry of a layer inside: {', '.join(inside[-3:]) or 'none'}); or use ikd_init='ridge'"
+    )

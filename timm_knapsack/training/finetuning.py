@@ -1,0 +1,385 @@
+"""Fine-tuning with distillation, on one CPU or many machines, that can be killed at any moment and goes on exactly.
+
+Accelerate places, distributes and scales; timm gives optimiser, schedule, mixup and EMA; ``distillation`` the losses.
+
+BatchNorm on several processes: each process normalises with its own share of the batch, and the running statistics are
+those of process 0 (as in DDP); ``freeze_bn_stats`` normalises with the running statistics instead and leaves them as
+they are. Only then, or without BatchNorm, does a run on N processes equal a run on one with the same global batch.
+"""
+
+import logging
+import math
+import shutil
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from ..errors import CheckpointError, DataError, TrainingError
+from .checkpoints import Checkpoint, first_difference, read_checkpoint, settle, write_checkpoint
+from .config import FinetuneConfig
+from .distillation import DistillationModule
+from .epoch_batches import EpochBatches, seed_all
+from .evaluation import check_labels, evaluate, start_accelerator
+from .session import ProgressBar, StopRequest
+from .setup import (
+    build_average,
+    build_mixing,
+    build_optimizer,
+    build_scheduler,
+    check_accelerator,
+    describe_run,
+    start_trackers,
+)
+
+__all__ = ["FinetuneConfig", "FinetuneResult", "evaluate", "finetune"]
+
+_logger = logging.getLogger(__name__)
+_TERMS = ("total", "ce", "kd", "ikd")
+
+
+@dataclass
+class FinetuneResult:
+    """What a run gave.
+
+    Attributes:
+        model: the model to use: the EMA copy where ``ema_decay`` is set, else the student itself.
+        student: the student, trained in place, in ``eval()`` mode; its weights are those of the last update.
+        history: a row for every ``log_interval`` updates: epoch, update, lr, and the mean of each loss term since the
+            row before (``kd`` and ``ikd`` without their weights).
+        evaluations: a row for every evaluation of ``model``: epoch, update, top1, top5 (percent), loss, samples.
+        best_top1, last_top1: percent; None without evaluation.
+        last_path, best_path: checkpoint folders; None where nothing was written. ``best`` holds the weights of
+            ``model`` at its best evaluation, ``last`` all that a resume needs.
+        interrupted: True if SIGTERM ended the run early; ``resume=True`` goes on from ``last_path``.
+        epochs, updates: done so far, over all sessions of the run.
+    """
+
+    model: nn.Module
+    student: nn.Module
+    history: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    best_top1: float | None = None
+    last_top1: float | None = None
+    last_path: Path | None = None
+    best_path: Path | None = None
+    interrupted: bool = False
+    epochs: int = 0
+    updates: int = 0
+
+
+def finetune(
+    student: nn.Module,
+    teacher: nn.Module | None,
+    train_loader: Any,
+    eval_loader: Any = None,
+    config: FinetuneConfig | None = None,
+    *,
+    accelerator: Any = None,
+    kept: Any = None,
+    resume: bool = False,
+) -> FinetuneResult:
+    """Train the student, in place, with cross-entropy and what its teacher knows.
+
+    Args:
+        student: the slim model.
+        teacher: the original model; None where the config distils nothing. It is put into ``eval()``.
+        train_loader: a ``DataLoader`` (its batch size is per process) or a list of ``(images, labels)``; see
+            ``epoch_batches`` for what makes it resume exactly.
+        eval_loader: likewise; None for no evaluation.
+        config: everything else.
+        accelerator: an ``accelerate.Accelerator`` to use instead of a new one.
+        kept: module name → the teacher's channels that the student kept; for ``ikd_init="selection"``.
+        resume: go on from ``config.output_dir/last``. Where there is none yet, start from the beginning.
+
+    Raises:
+        TrainingError: a loss that is not finite, or networks, data and config that do not fit each other.
+        CheckpointError: ``resume`` with another config, model or number of processes; a folder that is in use.
+
+    Example:
+        >>> def network(width):
+        ...     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 2)
+        ...     return nn.Sequential(nn.Conv2d(3, width, 1), nn.ReLU(), *head)
+        >>> from timm_knapsack import DistillationConfig
+        >>> batches = [(torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 0, 1]))] * 2
+        >>> config = FinetuneConfig(epochs=2, lr=0.01, distillation=DistillationConfig(ikd_at=("0",)))
+        >>> result = finetune(network(3), network(8), batches, batches, config)
+        >>> result.updates, sorted(result.evaluations[-1])
+        (4, ['epoch', 'loss', 'samples', 'top1', 'top5', 'update'])
+    """
+    run = _Run(student, teacher, train_loader, eval_loader, config or FinetuneConfig(), accelerator, kept, resume)
+    with run.stop, run.progress.over(run.config.epochs * len(run.batches)):
+        return run.train()
+
+
+class _Run:
+    """One fine-tuning run: everything that changes while it trains, and how to save and restore it."""
+
+    def __init__(self, student, teacher, train_loader, eval_loader, config, accelerator, kept, resume):
+        self.config, self.student = config, student
+        self.owns_accelerator = accelerator is None
+        self.accelerator = accelerator = accelerator or start_accelerator(
+            config.mixed_precision, config.trackers, config.output_dir
+        )
+        check_accelerator(accelerator, config)
+        self.output = Path(config.output_dir) if config.output_dir else None
+        self.last = self.output / "last" if self.output else None
+        self.epoch = self.batch = self.update = 0
+        self.history, self.evaluations, self.best_top1 = [], [], None
+        self.sums, self.count = [0.0] * len(_TERMS), 0
+        self.stop, self.progress = StopRequest(), ProgressBar(config.progress and accelerator.is_main_process)
+
+        checkpoint = self._find_checkpoint(resume)
+        if getattr(getattr(train_loader, "dataset", None), "has_labels", True) is False:
+            raise DataError("the training data has no labels; cross-entropy needs them: name the label column")
+        self.batches = EpochBatches(train_loader, accelerator, config.seed, config.steps_per_epoch)
+        if isinstance(eval_loader, DataLoader):
+            eval_loader = accelerator.prepare(eval_loader, device_placement=[False])
+        self.eval_loader = eval_loader
+
+        student.to(accelerator.device)
+        if teacher is not None:
+            teacher.to(accelerator.device)
+        images, targets = next(self.batches.epoch(0))
+        self.classes = check_labels(student, images[:2], targets)
+        self.module = DistillationModule(student, teacher, config.distillation, kept, images[:2])
+        self.identity = describe_run(config, accelerator, self.module, len(self.batches))
+        if checkpoint is not None:
+            self._check_same_run(checkpoint)
+        elif config.distillation.ikd_init == "ridge" and self.module.projections:
+            some = islice(self.batches.epoch(0), config.distillation.ikd_init_batches)
+            self.module.init_from_data(some, reduce=lambda part: accelerator.reduce(part, "sum"))
+        self._build()
+        if checkpoint is not None:
+            self._restore(checkpoint)
+            _logger.info("resumed from %s: epoch %d, batch %d", checkpoint.path, self.epoch, self.batch)
+        elif self.output is not None and accelerator.is_main_process:  # overwrite: an old run must not be resumed later
+            for old in (self.last, self.output / "best"):
+                shutil.rmtree(old, ignore_errors=True)
+
+    # ---- set up ----
+
+    def _find_checkpoint(self, resume: bool) -> Checkpoint | None:
+        if self.last is None:
+            if resume:
+                raise CheckpointError("resume needs FinetuneConfig(output_dir=…), the folder of the run to go on with")
+            return None
+        if self.accelerator.is_main_process:
+            settle(self.last)
+            settle(self.output / "best")
+        self.accelerator.wait_for_everyone()
+        if not self.last.exists():
+            return None
+        if resume:
+            return read_checkpoint(self.last)
+        if not self.config.overwrite:
+            raise CheckpointError(
+                f"{self.last} is the checkpoint of an earlier run: go on with resume=True, choose another output_dir, "
+                "or give it up with overwrite=True"
+            )
+        return None
+
+    def _build(self) -> None:
+        config = self.config
+        optimizer = build_optimizer(self.module, config)
+        self.scheduler = build_scheduler(optimizer, config, math.ceil(len(self.batches) / config.grad_accumulation))
+        self.mix = build_mixing(config, self.classes)
+        self.prepared, self.optimizer = self.accelerator.prepare(self.module, optimizer)
+        self.ema = build_average(self.student, config)
+        start_trackers(self.accelerator, config)
+
+    # ---- train ----
+
+    def train(self) -> FinetuneResult:
+        interrupted = False
+        while self.epoch < self.config.epochs and not interrupted:
+            self._train_mode()
+            batches = self.batches.epoch(self.epoch, self.batch)
+            while self.batch < len(self.batches) and not interrupted:
+                interrupted = self._update(batches)
+                if interrupted or (self.config.checkpoint_every and self.update % self.config.checkpoint_every == 0):
+                    self._save()
+            if not interrupted:
+                self._end_epoch()
+        return self._finish(interrupted)
+
+    def _train_mode(self) -> None:
+        self.images_seen, self.started = 0, time.monotonic()
+        self.prepared.train()
+        if self.config.freeze_bn_stats:
+            for module in self.student.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+
+    def _update(self, batches: Any) -> bool:
+        """One optimiser step over up to ``grad_accumulation`` batches; returns whether to stop after it."""
+        accelerator = self.accelerator
+        window = min(self.config.grad_accumulation, len(self.batches) - self.batch)
+        terms = torch.zeros(len(_TERMS), device=accelerator.device)
+        for position in range(window):
+            images, targets = next(batches)
+            seed_all(self.config.seed, "step", self.epoch, self.batch, accelerator.process_index)
+            images, targets = self._mixed(images, targets)
+            with accelerator.no_sync(self.prepared) if position + 1 < window else nullcontext():
+                losses = self.prepared(images, targets)
+                accelerator.backward(losses.total / window)
+            terms += torch.stack([getattr(losses, term).detach().float() for term in _TERMS]) / window
+            self.batch += 1
+            self.images_seen += len(images) * accelerator.num_processes
+        # one small collective for the loss terms and for SIGTERM, so that every process decides alike
+        stop = terms.new_tensor([float(self.stop.requested)])
+        *values, stop = accelerator.reduce(torch.cat([terms, stop]), "mean").tolist()
+        self._check_loss(values)
+        if self.config.clip_grad is not None:
+            accelerator.clip_grad_norm_(self.prepared.parameters(), self.config.clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.update += 1
+        lr = self.optimizer.param_groups[0]["lr"]
+        if self.scheduler is not None:
+            self.scheduler.step_update(self.update)
+        if self.ema is not None:
+            self.ema.update(self.student, step=self.update)
+        self._record(values, lr)
+        return stop > 0
+
+    def _mixed(self, images: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.mix is None or targets.is_floating_point():
+            return images, targets
+        if len(images) % 2:  # timm mixes pairs; an odd last batch stays as it is
+            return images, F.one_hot(targets, self.classes).float()
+        return self.mix(images.clone(), targets)  # it works in place, and the batch may be the caller's
+
+    def _check_loss(self, values: list[float]) -> None:
+        if all(map(math.isfinite, values)):
+            return
+        terms = ", ".join(f"{term} = {value:g}" for term, value in zip(_TERMS, values, strict=True))
+        written = self.last is not None and self.last.exists()
+        saved = f"the last good checkpoint is {self.last}" if written else "no checkpoint was written"
+        raise TrainingError(
+            f"the loss is not finite at update {self.update + 1} (epoch {self.epoch}, batch {self.batch - 1}): "
+            f"{terms}. This update did not change the weights; {saved}. Lower lr or ikd_weight, set clip_grad, or look "
+            "for broken images"
+        )
+
+    def _record(self, values: list[float], lr: float) -> None:
+        self.sums = [total + value for total, value in zip(self.sums, values, strict=True)]
+        self.count += 1
+        speed = self.images_seen / max(time.monotonic() - self.started, 1e-9)
+        self.progress.update(
+            self.epoch * len(self.batches) + self.batch,
+            f"epoch {self.epoch + 1}/{self.config.epochs}",
+            dict(zip(_TERMS, values, strict=True)),
+            lr,
+            speed,
+        )
+        if self.count >= self.config.log_interval or self.batch == len(self.batches):
+            means = {term: total / self.count for term, total in zip(_TERMS, self.sums, strict=True)}
+            self.history.append({"epoch": self.epoch, "update": self.update, "lr": lr, **means})
+            logged = {f"train/{key}": value for key, value in {**means, "lr": lr, "images_per_second": speed}.items()}
+            self.accelerator.log(logged, step=self.update)
+            self.sums, self.count = [0.0] * len(_TERMS), 0
+
+    def _end_epoch(self) -> None:
+        self.epoch, self.batch = self.epoch + 1, 0
+        self._share_buffers()
+        due = self.epoch % self.config.eval_every == 0 or self.epoch == self.config.epochs
+        if self.eval_loader is not None and due:
+            metrics = evaluate(self._best_model(), self.eval_loader, self.accelerator)
+            self.accelerator.log({f"eval/{key}": value for key, value in metrics.items()}, step=self.update)
+            metrics["loss"] = metrics["loss"] if math.isfinite(metrics["loss"]) else None  # JSON knows no NaN
+            self.evaluations.append({"epoch": self.epoch, "update": self.update, **metrics})
+            _logger.info("epoch %d of %d: %s", self.epoch, self.config.epochs, metrics)
+            if self.best_top1 is None or metrics["top1"] > self.best_top1:
+                self.best_top1 = metrics["top1"]
+                self._save_best()
+        self._save()
+
+    def _share_buffers(self) -> None:
+        """Give every process the BatchNorm statistics of process 0; between updates each has its own."""
+        if self.accelerator.num_processes > 1:
+            from accelerate.utils import broadcast
+
+            for model in [self.student] + ([self.ema.module] if self.ema else []):
+                for buffer in model.buffers():
+                    buffer.copy_(broadcast(buffer.clone()))
+
+    def _best_model(self) -> nn.Module:
+        return self.student if self.ema is None else self.ema.module
+
+    def _finish(self, interrupted: bool) -> FinetuneResult:
+        self.student.eval()
+        if self.owns_accelerator:  # not end_training(), which would also end the caller's process group
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+        best = self.output / "best" if self.output else None
+        return FinetuneResult(
+            model=self._best_model(),
+            student=self.student,
+            history=self.history,
+            evaluations=self.evaluations,
+            best_top1=self.best_top1,
+            last_top1=self.evaluations[-1]["top1"] if self.evaluations else None,
+            last_path=self.last,
+            best_path=best if best and best.exists() else None,
+            interrupted=interrupted,
+            epochs=self.epoch,
+            updates=self.update,
+        )
+
+    # ---- save and restore ----
+
+    def _check_same_run(self, checkpoint: Checkpoint) -> None:
+        difference = first_difference(checkpoint.state.get("run"), self.identity)
+        if difference:
+            raise CheckpointError(
+                f"{checkpoint.path} belongs to another run: {difference}; resume with what it was started with, or "
+                "start anew in another output_dir"
+            )
+
+    def _save(self) -> None:
+        if self.last is None:
+            return
+        for name, parameter in self.module.named_parameters():
+            if not torch.isfinite(parameter).all():
+                raise TrainingError(
+                    f"{name} is not finite after update {self.update}, so no checkpoint is written; the last good one: "
+                    f"{self.last if self.last.exists() else 'none'}. Lower lr, or set clip_grad"
+                )
+        if self.accelerator.is_main_process:
+            tensors = {"model": self.student.state_dict(), "projections": dict(self.module.projections.items())}
+            if self.ema is not None:
+                tensors["ema"] = self.ema.module.state_dict()
+            scaler = self.accelerator.scaler
+            plain = {"optimizer": self.optimizer.state_dict(), "scaler": scaler.state_dict() if scaler else None}
+            state = {name: getattr(self, name) for name in ("epoch", "batch", "update", "best_top1", "sums", "count")}
+            state |= {"history": self.history, "evaluations": self.evaluations, "run": self.identity}
+            write_checkpoint(self.last, tensors, state, plain)
+        self.accelerator.wait_for_everyone()
+
+    def _save_best(self) -> None:
+        if self.output is not None and self.accelerator.is_main_process:
+            row = self.evaluations[-1]
+            write_checkpoint(self.output / "best", {"model": self._best_model().state_dict()}, {"evaluation": row})
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        try:
+            self.student.load_state_dict(checkpoint.tensors["model"])
+            self.module.projections.load_state_dict(checkpoint.tensors["projections"])
+            self.module.mark_initialised()
+            if self.ema is not None:
+                self.ema.module.load_state_dict(checkpoint.tensors["ema"])
+            self.optimizer.load_state_dict(checkpoint.optimizer["optimizer"])
+            if self.accelerator.scaler is not None:
+                self.accelerator.scaler.load_state_dict(checkpoint.optimizer["scaler"])
+            for name in ("epoch", "batch", "update", "best_top1", "sums", "count", "history", "evaluations"):
+                setattr(self, name, checkpoint.state[name])
+        except (KeyError, RuntimeError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{checkpoint.path} can't be resumed: {error}") from error

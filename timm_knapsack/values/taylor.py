@@ -1,0 +1,405 @@
+"""A value for every channel: the first-order Taylor expansion of the loss when the channel goes.
+
+``"abs"``   E_x Σ |w|·|∂L/∂w|   over the filter's weights: the paper's best
+``"sum"``   E_x |Σ w·∂L/∂w|     Molchanov's
+``"taylor_bn"``  E_x |γ·∂L/∂γ + β·∂L/∂β| of the norms behind the filters
+``"magnitude"``  ‖w‖₂ of the filter; no data
+``"random"``     for comparison; no data
+
+A group's value is the sum over the convs and linears that make its channels. E_x is over batches, weighted by their
+number of samples; ``per_sample=True`` is over single images.
+"""
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..channels.tracing import named_tensors
+from ..errors import ScoreError
+from ..slim.channel_groups import ChannelGroups
+
+CRITERIA = ("abs", "sum", "taylor_bn", "magnitude", "random")
+FORMAT = "timm-knapsack/scores"
+
+
+class Scores(dict):
+    """``{group name: float64 tensor [size]}`` with where they come from.
+
+    Example:
+        >>> scores = taylor_scores(model, groups, loader)
+        >>> scores.save("scores.safetensors")
+        >>> scores = Scores.load("scores.safetensors", groups)
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], *, criterion="", model="", data="", samples: int = 0):
+        super().__init__(values)
+        self.criterion, self.model, self.data, self.samples = criterion, model, data, samples
+
+    def check(self, groups: ChannelGroups) -> None:
+        check_scores(self, groups)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write to safetensors; the file appears whole or not at all."""
+        from safetensors.torch import save_file
+
+        about = {"criterion": self.criterion, "model": self.model, "data": self.data, "samples": self.samples}
+        temporary = f"{os.fspath(path)}.part"
+        try:
+            tensors = {name: values.contiguous() for name, values in self.items()}
+            save_file(tensors, temporary, metadata={"format": FORMAT, "about": json.dumps(about, sort_keys=True)})
+            os.replace(temporary, path)
+        finally:
+            if os.path.exists(temporary):
+                os.unlink(temporary)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, groups: ChannelGroups | None = None) -> "Scores":
+        """Read a file; with ``groups``, refuse scores that belong to other groups."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise ScoreError(f"{path}: not a file of scores (its format says {metadata.get('format')!r})")
+                scores = cls({name: file.get_tensor(name) for name in file.keys()}, **json.loads(metadata["about"]))
+        except (OSError, SafetensorError) as error:
+            raise ScoreError(f"{path}: can't be read as scores: {error}") from None
+        if groups is not None:
+            try:
+                check_scores(scores, groups)
+            except ScoreError as error:
+                raise ScoreError(f"{path} (scored on {scores.model or 'an unnamed model'}): {error}") from None
+        return scores
+
+
+def check_scores(scores: Mapping[str, Tensor], groups: ChannelGroups) -> dict[str, Tensor]:
+    """The scores as float64 tensors, or an error if they do not belong to these groups."""
+    missing = [group.name for group in groups if group.name not in scores]
+    unknown = sorted(set(scores) - set(groups.by_name))
+    if missing or unknown:
+        what = f"no scores for the group {missing[0]!r}" if missing else f"scores for {unknown[0]!r}, which is no group"
+        raise ScoreError(f"these scores belong to other groups: {what}; score this model again with taylor_scores")
+    result = {}
+    for group in groups:
+        values = torch.as_tensor(scores[group.name]).detach().to("cpu", torch.float64)
+        if values.shape != (group.size,):
+            raise ScoreError(
+                f"scores[{group.name!r}] has shape {list(values.shape)}, the group has {group.size} units; "
+                "score this model again with taylor_scores"
+            )
+        if not torch.isfinite(values).all():
+            raise ScoreError(f"scores[{group.name!r}] has values that are not finite; is the loss finite on this data?")
+        result[group.name] = values
+    return result
+
+
+def taylor_scores(
+    model: nn.Module,
+    groups: ChannelGroups,
+    loader: Iterable | None = None,
+    criterion: str = "abs",
+    accelerator=None,
+    *,
+    per_sample: bool = False,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    data: str = "",
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Scores:
+    """Score every unit of every group in one pass over the data.
+
+    The model runs in eval mode; its gradients, flags and training state are as before afterwards. Several processes
+    give the numbers of one: pass an unprepared loader and the accelerator, each process takes its share of the batches.
+
+    Args:
+        loader: yields ``(images, labels)``, or whatever ``loss_fn`` takes; labels are class indices or soft targets.
+        criterion: one of abs, sum, taylor_bn, magnitude, random.
+        per_sample: take the expectation over single images instead of batches: exact, and slower.
+        loss_fn: ``loss_fn(model, batch) -> scalar``, instead of cross entropy.
+        data: words about the data, kept with the scores.
+        progress: show a bar; by default on a terminal.
+
+    Example:
+        >>> groups = find_channel_groups(model)
+        >>> scores = taylor_scores(model, groups, loader)
+        >>> scores["layer1.0.conv1"].shape
+        torch.Size([64])
+    """
+    if criterion not in CRITERIA:
+        raise ScoreError(f"criterion {criterion!r} is not known; choose one of {', '.join(CRITERIA)}")
+    about = {"criterion": criterion, "model": model_name(model), "data": data}
+    if criterion == "random":
+        generator = torch.Generator().manual_seed(seed)
+        values = {g.name: torch.rand(g.size, generator=generator, dtype=torch.float64) for g in groups}
+        return Scores(values, **about)
+    pieces = _pieces(model, groups, norms=criterion == "taylor_bn")
+    if criterion == "magnitude":
+        with torch.no_grad():
+            return Scores(_Sums(groups, pieces, _magnitude).added({n: t for n, t in named_tensors(model)}), **about)
+    if loader is None:
+        raise ScoreError(f"criterion {criterion!r} needs data: pass a loader of (images, labels) batches")
+    measure = {"abs": _abs, "sum": _sum, "taylor_bn": _sum}[criterion]
+    sums = _Sums(groups, pieces, measure)
+    loss_fn = loss_fn or _cross_entropy
+    with _only(model, [piece.param for piece in pieces]) as parameters:
+        samples = _accumulate(model, parameters, sums, loader, accelerator, per_sample, loss_fn, progress)
+    if samples == 0:
+        raise ScoreError("the loader gave no batch; scores need at least one image")
+    values = {name: total / samples for name, total in sums.totals.items()}
+    for name, total in values.items():
+        if not torch.isfinite(total).all():
+            raise ScoreError(f"the scores of {name!r} are not finite; is the loss finite on this data?")
+    return Scores(values, **about, samples=samples)
+
+
+def model_name(model: nn.Module) -> str:
+    """The name a timm model was created under, or its class."""
+    config = getattr(model, "pretrained_cfg", None)
+    name = config.get("architecture") if isinstance(config, Mapping) else None
+    return name or type(model).__name__
+
+
+# ---- which slices of which parameters count --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One slice of one group, in a parameter whose weight and gradient make its value. ``key`` is summed inside |…|."""
+
+    group: str
+    param: str
+    dim: int
+    index: Tensor
+    key: str
+
+
+def _pieces(model: nn.Module, groups: ChannelGroups, norms: bool) -> list[_Piece]:
+    parameters = dict(model.named_parameters())
+    result, empty = [], []
+    for group in groups:
+        found = 0
+        for s in group.slices:
+            if s.param not in parameters:
+                continue
+            owner, _, leaf = s.param.rpartition(".")
+            if norms:
+                module = model.get_submodule(owner)
+                wanted = parameters[s.param].dim() == 1 and leaf in ("weight", "bias") and "norm" in _kind(module)
+            else:
+                wanted = s.role == "out"
+            if wanted:
+                found += 1
+                result.append(_Piece(group.name, s.param, s.dim, s.index, owner if norms else s.param))
+        if not found:
+            empty.append(group.name)
+    if empty:
+        what = "norm with weight and bias" if norms else "conv or linear"
+        raise ScoreError(f"criterion needs a {what} in every group; {empty[0]!r} has none (and {len(empty) - 1} more)")
+    return result
+
+
+def _kind(module: nn.Module) -> str:
+    return " ".join(cls.__name__.lower() for cls in type(module).__mro__)
+
+
+def _abs(weight: Tensor, gradient: Tensor) -> Tensor:
+    return (weight * gradient).abs()
+
+
+def _sum(weight: Tensor, gradient: Tensor) -> Tensor:
+    return weight * gradient
+
+
+def _magnitude(weight: Tensor, _) -> Tensor:
+    return weight.square()
+
+
+class _Sums:
+    """Adds up ``measure(weight, gradient)`` over the slices of each unit, in float64."""
+
+    def __init__(self, groups: ChannelGroups, pieces: list[_Piece], measure):
+        self.measure = measure
+        self.by_param: dict[str, list[_Piece]] = defaultdict(list)
+        for piece in pieces:
+            self.by_param[piece.param].append(piece)
+        self.totals = {group.name: torch.zeros(group.size, dtype=torch.float64) for group in groups}
+
+    def per_index(self, param: str, weight: Tensor, gradient: Tensor | None) -> dict[int, Tensor]:
+        """The measure summed over all but one dim, for each dim that counts."""
+        dims = {piece.dim for piece in self.by_param[param]}
+        whole = self.measure(weight, gradient)
+        return {d: whole.sum([i for i in range(whole.dim()) if i != d]) if whole.dim() > 1 else whole for d in dims}
+
+    def added(self, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor] | None = None, samples: float = 1.0):
+        values = {p: self.per_index(p, tensors[p].detach(), gradients[p] if gradients else None) for p in self.by_param}
+        self.add(values, samples)
+        return self.totals
+
+    def add(self, values: Mapping[str, Mapping[int, Tensor]], samples: float) -> None:
+        inside: dict[tuple[str, str], Tensor] = {}
+        for param, pieces in self.by_param.items():
+            for piece in pieces:
+                units = values[param][piece.dim].to("cpu", torch.float64)[piece.index].sum(1)
+                key = (piece.group, piece.key)
+                inside[key] = inside[key] + units if key in inside else units
+        for (group, _), units in inside.items():
+            if self.measure is _magnitude:
+                units = units.sqrt()
+            self.totals[group] += units.abs() * samples
+
+
+# ---- the pass -------------------------------------------------------------------------------------------------
+
+
+def _cross_entropy(model: nn.Module, batch) -> Tensor:
+    output = model(batch[0])
+    return F.cross_entropy(output[0] if isinstance(output, (tuple, list)) else output, batch[1])
+
+
+def _check_labelled(batch) -> None:
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2 or not all(isinstance(x, Tensor) for x in batch[:2]):
+        raise ScoreError(
+            f"a batch is a {type(batch).__name__}, expected (images, labels); for others pass "
+            "loss_fn=lambda model, batch: …"
+        )
+    labels = batch[1]
+    if not labels.is_floating_point() and labels.numel() and int(labels.min()) < 0:
+        raise ScoreError("the data has no labels; scores need labelled images, or a loss_fn that needs none")
+
+
+@contextmanager
+def _only(model: nn.Module, names: list[str]):
+    """Eval mode and gradients for these parameters alone; everything is put back afterwards."""
+    wanted = set(names)
+    training = [(module, module.training) for module in model.modules()]
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in wanted}
+    try:
+        model.eval()
+        for parameter, _ in required:
+            parameter.requires_grad_(False)
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        yield parameters
+    finally:
+        for module, flag in training:
+            module.training = flag
+        for parameter, flag in required:
+            parameter.requires_grad_(flag)
+
+
+def _accumulate(model, parameters, sums, loader, accelerator, per_sample, loss_fn, progress) -> int:
+    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
+    device = next(iter(parameters.values())).device
+    add = _add_each_sample if per_sample else _add_batch
+    samples = 0
+    for batch in _with_progress(_share(loader, rank, world), progress if rank == 0 else False):
+        batch = _map_tensors(lambda x: x.to(device), batch)
+        if loss_fn is _cross_entropy:
+            _check_labelled(batch)
+        n = _batch_size(batch)
+        try:
+            add(model, parameters, sums, batch, n, loss_fn)
+        except IndexError as error:  # cross entropy's words for a label beyond the classes
+            raise ScoreError(f"the labels do not fit the model's classes: {error}") from None
+        samples += n
+    if world > 1:
+        device = accelerator.device
+        counted = accelerator.reduce(torch.tensor([samples], dtype=torch.float64, device=device), reduction="sum")
+        for name, total in sums.totals.items():
+            sums.totals[name] = accelerator.reduce(total.to(device), reduction="sum").cpu()
+        samples = round(counted.item())
+    return samples
+
+
+def _share(loader: Iterable, rank: int, world: int) -> Iterable:
+    """Every world-th batch. Accelerate's own sharding would pad the last round and count some samples twice."""
+    if getattr(loader, "_is_accelerate_prepared", False) and world > 1:
+        raise ScoreError(
+            "this loader was prepared by Accelerate, which may repeat samples to even out the processes; "
+            "pass the loader as it was before accelerator.prepare"
+        )
+    sampler = getattr(loader, "batch_sampler", None)
+    if world > 1 and sampler is not None and isinstance(loader, torch.utils.data.DataLoader):
+        batches = [batch for i, batch in enumerate(sampler) if i % world == rank]
+        return torch.utils.data.DataLoader(
+            loader.dataset, batch_sampler=batches, num_workers=loader.num_workers, collate_fn=loader.collate_fn
+        )
+    return (batch for i, batch in enumerate(loader) if i % world == rank)
+
+
+def _add_batch(model, parameters, sums, batch, n, loss_fn) -> None:
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(loss_fn(model, batch), list(parameters.values()), allow_unused=True)
+    with torch.no_grad():
+        values = {}
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient
+            values[name] = sums.per_index(name, parameter.detach(), gradient)
+        sums.add(values, n)
+
+
+def _add_each_sample(model, parameters, sums, batch, n, loss_fn) -> None:
+    """Per-image gradients: vectorised with torch.func where the model allows it, one by one where it does not."""
+    from torch.func import functional_call, grad, vmap
+
+    weights = {name: parameter.detach() for name, parameter in parameters.items()}
+    state = {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+    def loss_of(weights, sample):
+        def call(*args, **kwargs):
+            return functional_call(model, {**state, **weights}, args, kwargs)
+
+        return loss_fn(call, _map_tensors(lambda x: x.unsqueeze(0), sample))
+
+    def measured(sample):
+        gradients = grad(loss_of)(weights, sample)
+        return {name: sums.per_index(name, weights[name], gradients[name]) for name in weights}
+
+    chunk = max(1, min(n, 2**27 // max(1, sum(w.numel() for w in weights.values()))))  # at most 512 MB of gradients
+    try:
+        values = vmap(measured, chunk_size=chunk)(tuple(batch) if isinstance(batch, list) else batch)
+    except RuntimeError:  # an op without a batching rule, or code that looks at values: the same numbers, one by one
+        for i in range(n):
+            sample = _map_tensors(lambda x, i=i: x[i : i + 1], batch)
+            _add_batch(model, parameters, sums, sample, 1, loss_fn)
+        return
+    for i in range(n):
+        sums.add({param: {dim: v[i] for dim, v in dims.items()} for param, dims in values.items()}, 1)
+
+
+def _map_tensors(function, batch):
+    return torch.utils._pytree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, batch)
+
+
+def _batch_size(batch) -> int:
+    tensors = [x for x in torch.utils._pytree.tree_flatten(batch)[0] if isinstance(x, Tensor) and x.dim()]
+    if not tensors:
+        raise ScoreError(f"a batch of type {type(batch).__name__} holds no tensors; the loader must give tensors")
+    return tensors[0].shape[0]
+
+
+def _with_progress(batches: Iterable, progress: bool | None) -> Iterable:
+    import sys
+
+    if progress is None:
+        progress = sys.stderr.isatty()
+    if not progress:
+        yield from batches
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    total = len(batches) if hasattr(batches, "__len__") else math.inf
+    console = Console(stderr=True)
+    yield from track(batches, "scoring channels", total=None if total is math.inf else total, console=console)
