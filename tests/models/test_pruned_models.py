@@ -68,7 +68,21 @@ def test_all_names_are_listed_and_tagged():
     pretrained = {f"{name}.{source.partition('.')[2]}" for name, source in TIMM_WEIGHTS.items()}
     assert set(timm.list_pretrained("*_knapsack_*")) == pretrained
     assert timm.is_model_pretrained(SMALL) and not timm.is_model_pretrained(RESNET)
-    assert "knapsack_pruned" in timm.list_models()
+
+
+def test_the_generic_entrypoint_is_not_listed():
+    """timm's own tests build every listed name without arguments, which this one can't be."""
+    assert "knapsack_pruned" not in timm.list_models() + timm.list_models(module="pruned_models")
+    assert "knapsack_pruned" not in timm.list_models(include_tags=True)
+    assert timm.is_model("knapsack_pruned")
+    assert sys.modules["timm_knapsack.models.pruned_models"].__all__.count("knapsack_pruned") == 1
+
+
+@pytest.mark.parametrize("name", [*timm.list_models("*knapsack*"), *timm.list_models("cifar_*")])
+def test_every_listed_name_builds(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert model.num_classes == model.pretrained_cfg["num_classes"]
 
 
 def test_every_packaged_config_has_a_row_above():

@@ -4,7 +4,8 @@ Importing this module (``import timm_knapsack`` does) registers
 
 - a name for each file in ``channel_configs/``: the paper's ResNet-50 and the five pruned networks that timm carries;
 - a name for each file in the folders that the environment variable ``TIMM_KNAPSACK_CONFIGS`` lists;
-- ``knapsack_pruned``, which rebuilds any pruned architecture from its ``channels``: what a config.json refers to.
+- ``knapsack_pruned``, which rebuilds any pruned architecture from its ``channels``: what a config.json refers to. It
+  can't be built without them, so ``timm.list_models()`` does not name it.
 
 The networks themselves are built in ``rebuild``, on first use.
 """
@@ -13,11 +14,18 @@ import dataclasses
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from timm.models import PretrainedCfg, generate_default_cfgs, get_pretrained_cfg, is_model, register_model
+from timm.models import (
+    PretrainedCfg,
+    generate_default_cfgs,
+    get_pretrained_cfg,
+    is_model,
+    register_model,
+    register_model_deprecations,
+)
 from torch import nn
 
 from ..errors import ChannelConfigError
@@ -43,7 +51,20 @@ default_cfgs: dict[str, Any] = {}  # timm's register_model looks here
 _configs: dict[str, ChannelConfig] = {}
 
 
-@register_model
+def _register_unlisted(entrypoint: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Register an entrypoint that ``timm.create_model`` builds and ``timm.list_models()`` leaves out.
+
+    timm's only names of that kind are deprecated ones. So the name is entered as deprecated first, and then the real
+    entrypoint takes the place of timm's placeholder for it.
+    """
+    register_model_deprecations(__name__, {entrypoint.__name__: None})
+    __all__.remove(entrypoint.__name__)  # register_model adds it again
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the name is taken: by the placeholder
+        return register_model(entrypoint)
+
+
+@_register_unlisted
 def knapsack_pruned(pretrained: bool = False, channels: Mapping[str, Any] | None = None, **kwargs) -> nn.Module:
     """Any pruned architecture, rebuilt from its channel config.
 
