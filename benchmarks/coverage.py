@@ -50,8 +50,9 @@ def check(name: str) -> dict:
     from torch.utils.flop_counter import FlopCounterMode
 
     import timm_knapsack as tk
-    from timm_knapsack.channels.tracing import copy_with, example_input, on_meta
+    from timm_knapsack.slim.copying import copy_with, on_meta
     from timm_knapsack.slim.cutting import channel_config_of, mask_model
+    from timm_knapsack.slim.example_inputs import example_input
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -32,7 +32,7 @@ def save_one(name: str, folder: Path) -> str:
     import torch
 
     import timm_knapsack as tk
-    from timm_knapsack.channels.tracing import example_input
+    from timm_knapsack.slim.example_inputs import example_input
 
     torch.manual_seed(0)
     model = timm.create_model(name).eval()

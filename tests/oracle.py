@@ -6,9 +6,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.coverage import first, randomise
-from timm_knapsack.channels.tracing import on_meta
 from timm_knapsack.slim.channel_config import ChannelConfig
 from timm_knapsack.slim.channel_groups import ChannelGroups
+from timm_knapsack.slim.copying import on_meta
 from timm_knapsack.slim.cutting import channel_config_of, mask_model, resize_model, slice_model
 
 TOLERANCE = 1e-9  # relative, in float64

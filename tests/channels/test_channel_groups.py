@@ -10,8 +10,8 @@ from oracle import seeded, shapes_of, torch_macs
 from torch import nn
 
 import timm_knapsack as tk
-from timm_knapsack.channels.tracing import example_input
 from timm_knapsack.errors import KnapsackError, TraceError
+from timm_knapsack.slim.example_inputs import example_input
 
 
 def groups_of(model, shape=(1, 3, 8, 8)):

@@ -5,9 +5,11 @@ from torch import Tensor, nn
 
 from ..errors import TraceError, first_line
 from ..slim.channel_groups import ChannelGroups
+from ..slim.copying import copy_with, named_tensors, on_meta
+from ..slim.example_inputs import example_dtype, example_input, inputs_like
 from .dry_run import verified
 from .grouping import groups_of
-from .tracing import Trace, copy_with, example_dtype, example_input, inputs_like, named_tensors, on_meta, run_trace
+from .tracing import Trace, run_trace
 
 
 def find_channel_groups(model: nn.Module, example_inputs=None, *, verify: bool = True) -> ChannelGroups:

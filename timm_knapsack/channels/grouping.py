@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from ..slim.attributes import holders, is_standard_layer
 from ..slim.channel_groups import Attribute, ChannelGroup, ChannelGroups, CostTerm, Count, Slice, fold
+from ..slim.copying import named_tensors
 from .coupling import Coupling, couple
 from .labels import Axis, Labels, Use
-from .tracing import Trace, named_tensors
+from .tracing import Trace
 
 
 class _Columns:

@@ -4,10 +4,7 @@ The model runs as a copy on the meta device, where tensors have shapes but no va
 nor arithmetic. A model that asks for a value (``.item()``) is traced with real tensors instead.
 """
 
-import copy
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -16,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from ..errors import TraceError
-from ..slim.attributes import channel_numbers
+from ..slim.attributes import channel_numbers, feature_entries
+from ..slim.copying import named_tensors
 from . import shape_rules  # noqa: F401  (fills the table)
 from .labels import Axis, Labels, Layout, size_of
 from .meta_shapes import meta_result
@@ -161,138 +158,6 @@ class _AttentionScale(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers, each tensor once under its first name."""
-    seen, result = set(), []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            result.append((name, tensor))
-    return result
-
-
-def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """A deep copy in which each parameter and buffer is what ``replace(name, tensor)`` returns; hooks stay behind."""
-    memo = {}
-    for name, tensor in named_tensors(model):
-        new = replace(name, tensor)
-        if isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = new
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name in _HOOKS:
-                if value:
-                    memo[id(value)] = _lasting_hooks(value)  # not copied at all: they may hold anything
-            elif not name.startswith("_"):  # plain tensor attributes, and caches of them, go where the parameters go
-                found = tree_flatten(value)[0] if isinstance(value, (dict, list, tuple)) else (value,)
-                for tensor in found:
-                    if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                        memo[id(tensor)] = replace(name, tensor)
-    result = _copied(model, memo)
-    flags = [(module, module.training) for module in result.modules()]
-    result.train()  # modules that cache something for inference (attention biases) drop it here
-    for module, training in flags:
-        module.training = training
-    return result
-
-
-def _copied(module: nn.Module, memo: dict) -> nn.Module:
-    """copy.deepcopy of a module, several times faster: most attributes are plain values that need no copy."""
-    if id(module) in memo:
-        return memo[id(module)]
-    kind = type(module)
-    standard = kind.__setstate__ is nn.Module.__setstate__ and kind.__getstate__ is nn.Module.__getstate__
-    if not standard or hasattr(kind, "__deepcopy__"):
-        return copy.deepcopy(module, memo)  # a class with a will of its own
-    new = memo[id(module)] = kind.__new__(kind)
-    state = new.__dict__
-    for name, value in vars(module).items():
-        if name == "_modules":
-            state[name] = {n: None if child is None else _copied(child, memo) for n, child in value.items()}
-        elif name == "_compiled_call_impl":
-            continue  # as nn.Module leaves it behind itself
-        elif isinstance(value, _PLAIN):
-            state[name] = value
-        elif isinstance(value, dict) and not value:
-            state[name] = memo.get(id(value), type(value)())
-        else:
-            state[name] = copy.deepcopy(value, memo)
-    return new
-
-
-_PLAIN = (int, float, str, bool, type(None), type, torch.dtype)
-
-_HOOKS = frozenset(
-    "_forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks "
-    "_forward_pre_hooks_with_kwargs _backward_hooks _backward_pre_hooks _state_dict_hooks".split()
-)
-
-
-def _lasting_hooks(hooks: Mapping) -> OrderedDict:
-    """weight_norm and spectral_norm are hooks that belong to the layer: they stay."""
-    return OrderedDict((key, hook) for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils"))
-
-
-def on_meta(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, in eval mode."""
-    return copy_with(model, lambda _, tensor: torch.empty_like(tensor, device="meta")).eval()
-
-
-def example_input(model: nn.Module, input_size=None, batch_size: int = 1) -> tuple[int, ...]:
-    """The shape to run a model with: as asked, or as its timm config says."""
-    if input_size is None:
-        config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
-        input_size = config.get("input_size") if isinstance(config, Mapping) else getattr(config, "input_size", None)
-        # An image size given to create_model wins over the config's.
-        grid = getattr(getattr(model, "patch_embed", None), "img_size", None)
-        if input_size is not None and grid is not None and tuple(grid) != tuple(input_size[1:]):
-            input_size = (input_size[0], *grid)
-    if input_size is None:
-        raise TraceError(
-            f"{type(model).__name__} does not say its input size; pass example_inputs=torch.zeros(1, 3, 224, 224) "
-            "(or input_size=(3, 224, 224)) with the size it expects"
-        )
-    size = tuple(int(n) for n in input_size)
-    channels = image_channels(model)
-    if channels is not None and size[0] != channels:
-        size = (channels, *size[1:])
-    return (batch_size, *size)
-
-
-def example_dtype(model: nn.Module) -> torch.dtype:
-    """Images come in the dtype of the model's first weight."""
-    return next((tensor.dtype for _, tensor in named_tensors(model) if tensor.is_floating_point()), torch.float32)
-
-
-def image_channels(model: nn.Module) -> int | None:
-    """Channels of the images that a timm model takes, for models created with another ``in_chans``: by its first conv.
-
-    A stem that folds blocks of pixels into channels (TResNet) has its first conv behind that.
-    """
-    config = getattr(model, "pretrained_cfg", None)
-    name = config.get("first_conv") if isinstance(config, Mapping) else None
-    if not name:
-        return None
-    name = name if isinstance(name, str) else name[0]
-    try:
-        layer = model.get_submodule(name)
-    except AttributeError:
-        return None
-    if not isinstance(layer, nn.Conv2d):
-        return None
-    folds = [getattr(module, "bs", 1) ** 2 for module in model.modules() if type(module).__name__ == "SpaceToDepth"]
-    return layer.in_channels // max(folds, default=1)
-
-
-def inputs_like(example_inputs, device) -> tuple:
-    """Positional inputs on a device; floating tensors only."""
-    inputs = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    return tuple(
-        torch.empty_like(x, device=device) if isinstance(x, Tensor) and device == "meta" else x for x in inputs
-    )
-
-
 def run_trace(model: nn.Module, inputs: tuple, bound_classes: frozenset[str] = frozenset()) -> Trace:
     """Run the model once; the trace holds all that was learnt."""
     trace = Trace(model, bound_classes)
@@ -343,16 +208,6 @@ def run_trace(model: nn.Module, inputs: tuple, bound_classes: frozenset[str] = f
                     labels.frozen.append((axis.labels, "the model's output"))
     _note_model_attributes(model, trace, info, features)
     return trace
-
-
-def feature_entries(model: nn.Module) -> Iterator[tuple[int, str, str]]:
-    """(position, module, hook side) of each entry of a timm model's feature_info."""
-    info = getattr(model, "feature_info", None)
-    entries = getattr(info, "info", info)
-    if isinstance(entries, (list, tuple)):
-        for i, entry in enumerate(entries):
-            if isinstance(entry, dict) and type(entry.get("num_chs")) is int and entry.get("module"):
-                yield i, entry["module"], "in" if entry.get("hook_type") == "forward_pre" else "out"
 
 
 def _note_model_attributes(model: nn.Module, trace: Trace, info, features) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..channels.tracing import example_dtype, example_input, inputs_like, named_tensors, on_meta
 from ..slim.channel_groups import ChannelGroups, CostTerm, Count, fold
+from ..slim.copying import copy_with, named_tensors, on_meta
+from ..slim.example_inputs import example_dtype, example_input, inputs_like
 
 
 class Cost(ABC):
@@ -106,8 +107,6 @@ def count_macs(model: nn.Module, input_size=None) -> int:
             shadow(*inputs_like(example, "meta"))
     except RuntimeError:  # a model that asks for values can't run on the meta device
         from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        from ..channels.tracing import copy_with
 
         real = copy_with(model, lambda _, t: torch.zeros_like(t, device="cpu") if t.is_meta else t).eval()
         device = next((t.device for _, t in named_tensors(real)), torch.device("cpu"))

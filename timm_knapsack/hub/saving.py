@@ -21,6 +21,8 @@ from ..models.foreign_config import check_base
 from ..models.pruned_models import GENERIC
 from ..models.rebuild import base_on_meta, mismatches, model_args_of, resized
 from ..slim.channel_config import ChannelConfig
+from ..slim.copying import copy_with
+from ..slim.example_inputs import example_input
 from .model_card import PICTURE, Evaluation, counted_costs, evaluations_to_json, model_card
 from .publication import Publication, publish
 
@@ -259,8 +261,6 @@ def _write_files(new: Path, state, config_json: dict, config: ChannelConfig, pic
 
 def _verify(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
     import timm
-
-    from ..channels.tracing import copy_with, example_input
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # a run in progress must not notice
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()

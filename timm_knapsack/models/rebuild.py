@@ -28,7 +28,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ChannelConfigError, CheckpointError
+from ..slim.attributes import get_attribute
 from ..slim.channel_config import ChannelConfig
+from ..slim.copying import named_tensors
+from ..slim.cutting import resize_model
+from ..slim.example_inputs import image_channels
 from .foreign_config import as_tuple, check_arguments, check_base, check_pretrained_cfg
 
 WRAPPERS = {
@@ -134,8 +138,6 @@ def resized(base: nn.Module, config: ChannelConfig, features: bool = False) -> n
         >>> resized(base_on_meta(config, {"num_classes": 0}), config).num_features
         500
     """
-    from ..slim.cutting import resize_model
-
     if features or getattr(base, "num_classes", None) == 0:
         config = _without_head(config, base)
     return resize_model(base, config)
@@ -143,9 +145,6 @@ def resized(base: nn.Module, config: ChannelConfig, features: bool = False) -> n
 
 def _without_head(config: ChannelConfig, base: nn.Module) -> ChannelConfig:
     """The part of the config that applies to a base without its head; the rest must belong to the whole base."""
-    from ..channels.tracing import named_tensors
-    from ..slim.attributes import get_attribute
-
     names, modules = {name for name, _ in named_tensors(base)}, dict(base.named_modules())
 
     def has(module: str, path: str) -> bool:
@@ -172,8 +171,6 @@ def _initialised(slim: nn.Module, base: nn.Module, config: ChannelConfig) -> nn.
 
     Norms stay 1 and 0, a zero-initialised residual stays zero, tables that are computed keep their values.
     """
-    from ..channels.tracing import named_tensors
-
     source, target = dict(named_tensors(base)), dict(named_tensors(slim))
     with torch.no_grad():
         for name in config.widths.keys() & target.keys():
@@ -214,8 +211,6 @@ def base_on_meta(config: ChannelConfig, kwargs: Mapping[str, Any] | None = None)
 
 def model_args_of(model: nn.Module) -> dict[str, int]:
     """``num_classes`` and ``in_chans`` as the model has them now, for ``timm.create_model`` of its base."""
-    from ..channels.tracing import image_channels
-
     args = {}
     if isinstance(getattr(model, "num_classes", None), int):
         args["num_classes"] = model.num_classes

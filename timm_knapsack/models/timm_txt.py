@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..channels.tracing import example_input, feature_entries
 from ..errors import ChannelConfigError
+from ..slim.attributes import feature_entries
 from ..slim.channel_config import ChannelConfig
 from ..slim.cutting import resize_model
+from ..slim.example_inputs import example_input
 from .rebuild import base_on_meta
 
 _ENTRY = re.compile(r"([A-Za-z0-9_.]+):\[([0-9, ]*)\]")

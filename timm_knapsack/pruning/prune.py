@@ -15,10 +15,10 @@ from ..channels.find_groups import find_channel_groups
 from ..costs.counted import Cost, count_macs, count_params, macs_cost, params_cost
 from ..costs.latency.cost import TimeLine
 from ..errors import BudgetError, KnapsackError
-from ..slim.channel_config import ChannelConfig
+from ..slim.channel_config import ChannelConfig, model_name
 from ..slim.channel_groups import ChannelGroup, ChannelGroups
 from ..slim.cutting import channel_config_of, kept_indices, slice_model
-from ..values.taylor import check_scores, model_name, taylor_scores
+from ..values.taylor import check_scores, taylor_scores
 from .budget import Budget
 from .width_search import WidthSolution, ladder, search_widths
 

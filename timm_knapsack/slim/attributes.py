@@ -152,3 +152,13 @@ def apply_attributes(model: nn.Module, attributes: dict[str, dict[str, int]]) ->
             if value > old or (value < 1 and not path.startswith("pad_")):
                 raise ChannelConfigError(f"{place} is {value}, expected 1 to {old} as in the base model")
             set_attribute(module, path, value)
+
+
+def feature_entries(model: nn.Module) -> Iterator[tuple[int, str, str]]:
+    """(position, module, hook side) of each entry of a timm model's feature_info."""
+    info = getattr(model, "feature_info", None)
+    entries = getattr(info, "info", info)
+    if isinstance(entries, (list, tuple)):
+        for i, entry in enumerate(entries):
+            if isinstance(entry, dict) and type(entry.get("num_chs")) is int and entry.get("module"):
+                yield i, entry["module"], "in" if entry.get("hook_type") == "forward_pre" else "out"

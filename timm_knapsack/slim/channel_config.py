@@ -195,6 +195,18 @@ class ChannelConfig:
             raise
 
 
+def model_name(model: Any) -> str:
+    """The name a timm model was created under (what a config calls its ``base``), or its class.
+
+    Example:
+        >>> model_name(object())
+        'object'
+    """
+    config = getattr(model, "pretrained_cfg", None)
+    name = config.get("architecture") if isinstance(config, Mapping) else None
+    return name or type(model).__name__
+
+
 def _plain(table):
     return {outer: dict(inner) for outer, inner in table.items()}
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..channels.tracing import copy_with, named_tensors
 from ..errors import ChannelConfigError, KeepError
 from .attributes import apply_attributes, sync_layer
 from .channel_config import ChannelConfig
 from .channel_groups import ChannelGroups
+from .copying import copy_with, named_tensors
 
 
 def slice_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tensor]) -> nn.Module:

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..channels.tracing import named_tensors
 from ..errors import ScoreError
+from ..slim.channel_config import model_name
 from ..slim.channel_groups import ChannelGroups
+from ..slim.copying import named_tensors
 
 CRITERIA = ("abs", "sum", "taylor_bn", "magnitude", "random")
 FORMAT = "timm-knapsack/scores"
@@ -160,13 +161,6 @@ def taylor_scores(
         if not torch.isfinite(total).all():
             raise ScoreError(f"the scores of {name!r} are not finite; is the loss finite on this data?")
     return Scores(values, **about, samples=samples)
-
-
-def model_name(model: nn.Module) -> str:
-    """The name a timm model was created under, or its class."""
-    config = getattr(model, "pretrained_cfg", None)
-    name = config.get("architecture") if isinstance(config, Mapping) else None
-    return name or type(model).__name__
 
 
 # ---- which slices of which parameters count --------------------------------------------------------------------

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...channels.tracing import copy_with, example_input, named_tensors
 from ...errors import LatencyError
+from ...slim.copying import copy_with, named_tensors
+from ...slim.example_inputs import example_input
 from .steady_memory import memory_kept
 
 WARM_UP = 2

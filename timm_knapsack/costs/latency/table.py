@@ -21,6 +21,7 @@ from torch import nn
 
 from ...channels.find_groups import find_channel_groups
 from ...errors import LatencyError
+from ...slim.channel_config import model_name
 from ...slim.channel_groups import ChannelGroups
 from ...version import __version__
 from .cost import LatencyCost, on_stairs
@@ -165,7 +166,7 @@ class LatencyTable:
                 )
         else:
             table = cls(
-                model=_name(model),
+                model=model_name(model),
                 shapes=_digest(groups),
                 conditions=conditions,
                 layers=[],
@@ -282,7 +283,7 @@ class LatencyTable:
         if self.shapes != _digest(groups):
             raise LatencyError(
                 f"the latency table was measured for {self.model} with the shapes {self.shapes}; this model is "
-                f"{_name(model)} with the shapes {_digest(groups)}. Measure a table for it"
+                f"{model_name(model)} with the shapes {_digest(groups)}. Measure a table for it"
             )
 
     def _check_here(self) -> None:
@@ -332,12 +333,6 @@ def _calibrated(predicted: np.ndarray, totals: np.ndarray, trust: np.ndarray) ->
     rows = np.stack([predicted / totals, totals.mean() / totals], axis=1)
     factor, constant = nnls(rows * np.sqrt(trust)[:, None], np.sqrt(trust))[0]
     return float(factor), float(constant * totals.mean())
-
-
-def _name(model: nn.Module) -> str:
-    from ...values.taylor import model_name
-
-    return model_name(model)
 
 
 def _digest(groups: ChannelGroups) -> str:

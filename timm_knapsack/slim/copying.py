@@ -1,0 +1,90 @@
+"""Copies of a model with other tensors in it: on the meta device, cut, or with fresh memory.
+
+Hooks stay behind, shared tensors stay shared, and plain tensor attributes follow the parameters.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, each tensor once under its first name."""
+    seen, result = set(), []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            result.append((name, tensor))
+    return result
+
+
+def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A deep copy in which each parameter and buffer is what ``replace(name, tensor)`` returns; hooks stay behind."""
+    memo = {}
+    for name, tensor in named_tensors(model):
+        new = replace(name, tensor)
+        if isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = new
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in _HOOKS:
+                if value:
+                    memo[id(value)] = _lasting_hooks(value)  # not copied at all: they may hold anything
+            elif not name.startswith("_"):  # plain tensor attributes, and caches of them, go where the parameters go
+                found = tree_flatten(value)[0] if isinstance(value, (dict, list, tuple)) else (value,)
+                for tensor in found:
+                    if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                        memo[id(tensor)] = replace(name, tensor)
+    result = _copied(model, memo)
+    flags = [(module, module.training) for module in result.modules()]
+    result.train()  # modules that cache something for inference (attention biases) drop it here
+    for module, training in flags:
+        module.training = training
+    return result
+
+
+def _copied(module: nn.Module, memo: dict) -> nn.Module:
+    """copy.deepcopy of a module, several times faster: most attributes are plain values that need no copy."""
+    if id(module) in memo:
+        return memo[id(module)]
+    kind = type(module)
+    standard = kind.__setstate__ is nn.Module.__setstate__ and kind.__getstate__ is nn.Module.__getstate__
+    if not standard or hasattr(kind, "__deepcopy__"):
+        return copy.deepcopy(module, memo)  # a class with a will of its own
+    new = memo[id(module)] = kind.__new__(kind)
+    state = new.__dict__
+    for name, value in vars(module).items():
+        if name == "_modules":
+            state[name] = {n: None if child is None else _copied(child, memo) for n, child in value.items()}
+        elif name == "_compiled_call_impl":
+            continue  # as nn.Module leaves it behind itself
+        elif isinstance(value, _PLAIN):
+            state[name] = value
+        elif isinstance(value, dict) and not value:
+            state[name] = memo.get(id(value), type(value)())
+        else:
+            state[name] = copy.deepcopy(value, memo)
+    return new
+
+
+_PLAIN = (int, float, str, bool, type(None), type, torch.dtype)
+
+_HOOKS = frozenset(
+    "_forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks "
+    "_forward_pre_hooks_with_kwargs _backward_hooks _backward_pre_hooks _state_dict_hooks".split()
+)
+
+
+def _lasting_hooks(hooks: Mapping) -> OrderedDict:
+    """weight_norm and spectral_norm are hooks that belong to the layer: they stay."""
+    return OrderedDict((key, hook) for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils"))
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, in eval mode."""
+    return copy_with(model, lambda _, tensor: torch.empty_like(tensor, device="meta")).eval()
