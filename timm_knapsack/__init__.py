@@ -37,6 +37,7 @@ _HOME = {
     "count_macs": "costs.counted",
     "count_params": "costs.counted",
     "measure_latency": "costs.latency.table",
+    "MeasuringConditions": "costs.latency.conditions",
 }
 
 __all__ = ["BudgetError", "ChannelConfigError", "KnapsackError", "__version__", *_HOME]

@@ -16,6 +16,7 @@ from torch import nn
 
 import timm_knapsack as tk
 from timm_knapsack.costs.latency import layer_timing
+from timm_knapsack.costs.latency.conditions import MeasuringConditions
 from timm_knapsack.costs.latency.cost import LatencyCost
 from timm_knapsack.costs.latency.layer_timing import Conditions, LayerTimer
 from timm_knapsack.costs.latency.network_timing import Latency, notch
@@ -223,6 +224,19 @@ def test_a_layer_that_runs_twice_costs_twice():
 def test_impossible_conditions_are_refused(model, wrong):
     with pytest.raises(LatencyError, match=next(iter(wrong)).replace("device", "'cpu' and 'cuda'")):
         measure_latency(model, clock=Device(), **wrong)
+
+
+def test_one_set_of_conditions_serves_every_function(model, groups):
+    asked = MeasuringConditions(batch_size=3, threads=1, dtype=torch.float64, max_seconds=0)
+    table = LatencyTable.measure(model, groups, conditions=asked, clock=Device(), rounds=1)
+    assert table.conditions == Conditions.of(model, batch_size=3, threads=1, dtype=torch.float64)
+    by_name = {"batch_size": 3, "threads": 1, "dtype": torch.float64, "max_seconds": 0}
+    latency = measure_latency(model, conditions=asked, clock=Device())
+    assert latency == measure_latency(model, clock=Device(), **by_name)
+    assert latency == compare_latency([model], clock=Device(), **by_name).latencies[0]
+    assert Conditions.of(model, asked, batch_size=5).batch_size == 5  # by name wins
+    with pytest.raises(LatencyError, match="'thread'; did you mean threads"):
+        measure_latency(model, thread=2)
 
 
 def test_conditions_follow_the_model(model):

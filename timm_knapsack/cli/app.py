@@ -1,12 +1,21 @@
 """timm-knapsack: the command line, thin over the same functions as the Python interface."""
 
 import sys
-from typing import Annotated
 
 import typer
 
-from . import pruning, publishing, recipes, training
-from .console import JsonOption, one_line, print_json, stdout
+from .console import one_line
+from .doctor import doctor
+from .evaluate import evaluate
+from .finetune import finetune
+from .groups import groups
+from .latency import latency
+from .prune import prune
+from .publish import publish
+from .quickstart import quickstart
+from .report import report
+from .run import run
+from .score import score
 
 HELP = """Prune any timm image model to a budget, exactly, and get an ordinary timm model back.
 
@@ -15,44 +24,7 @@ Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be.
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
 
 
-@app.command()
-def doctor(
-    fix: Annotated[bool, typer.Option(help="Mend torchvision's missing operators in this environment.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Report versions, devices and known faults.
-
-    Example: timm-knapsack doctor
-    """
-    from dataclasses import asdict
-
-    from rich.table import Table
-
-    from .doctor import diagnose, install_torchvision_hook
-
-    found = diagnose()
-    if fix and found.operators_missing and not found.plain_timm_imports:
-        path = install_torchvision_hook()
-        found = diagnose()
-        if not as_json:
-            stdout().print(f"wrote {path}: `import timm` works by itself in this environment now")
-    if as_json:
-        print_json(asdict(found))
-        return
-    table = Table("what", "found", title="timm-knapsack doctor")
-    for name, version in found.versions.items():
-        table.add_row(name, version)
-    table.add_row("devices", "; ".join(found.devices))
-    table.add_row("torchvision operators", "missing" if found.operators_missing else "there")
-    advice = "yes" if found.plain_timm_imports else "no: `timm-knapsack doctor --fix` mends it in this environment"
-    table.add_row("`import timm` alone, `accelerate launch`", advice)
-    stdout().print(table)
-
-
-for _verb in (
-    pruning.groups, pruning.score, pruning.latency, pruning.prune, training.finetune, training.evaluate,
-    publishing.report, publishing.publish, recipes.run, recipes.quickstart,
-):  # fmt: skip
+for _verb in (doctor, groups, score, latency, prune, finetune, evaluate, report, publish, run, quickstart):
     app.command()(_verb)
 
 

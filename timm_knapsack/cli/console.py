@@ -1,46 +1,13 @@
-"""What all verbs share: printing, options of data and models, and errors in one line."""
+"""What all verbs share: printing, checks of what was typed, and errors in one line."""
 
 import errno
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from ..errors import KnapsackError
-
-DataOption = Annotated[
-    str | None,
-    typer.Option(
-        "--data",
-        help="Images: a folder (a subfolder for each class, or flat), parquet, a Hub dataset, timm:…",
-        metavar="SOURCE",
-    ),
-]
-SplitOption = Annotated[str | None, typer.Option(help="Split of the data; the natural one by default.")]
-BatchOption = Annotated[int, typer.Option(help="Images in a batch (on each process).")]
-LimitOption = Annotated[int | None, typer.Option(help="Use this many images only, a random choice.")]
-ImageColumnOption = Annotated[str | None, typer.Option(help="Column of the images in a table.")]
-LabelColumnOption = Annotated[str | None, typer.Option(help="Column of the labels in a table.")]
-RootOption = Annotated[str | None, typer.Option(help="Folder of a timm: dataset.")]
-WorkersOption = Annotated[int, typer.Option(help="Processes that read images ahead.")]
-LabelsOption = Annotated[
-    str,
-    typer.Option(
-        help="auto: the data's labels, or where it has none the classes that the model itself sees; data: insist on "
-        "labels; model: always the model's own classes."
-    ),
-]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps …")]
-PretrainedOption = Annotated[bool, typer.Option(help="Load timm's weights; random ones otherwise.")]
-WeightsOption = Annotated[str | None, typer.Option(help="A .safetensors (or .pth) file of weights.", metavar="FILE")]
-ModelArgOption = Annotated[
-    list[str] | None,
-    typer.Option("--model-arg", help="Argument of timm.create_model, as num_classes=100.", metavar="KEY=VALUE"),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, and nothing else, to stdout.")]
 
 
 def stdout():
@@ -95,12 +62,6 @@ def parse_settings(settings: list[str] | None, what: str) -> dict[str, Any]:
     return result
 
 
-def model_source(name: str, pretrained: bool, weights: str | None, model_args: list[str] | None):
-    from ..models.model_source import ModelSource
-
-    return ModelSource(name, pretrained, weights, parse_settings(model_args, "--model-arg"))
-
-
 def choose_device(device: str) -> str:
     """``auto`` is the best there is; a device that is not there is an error."""
     import torch
@@ -124,14 +85,7 @@ def choose_device(device: str) -> str:
     return device
 
 
-def data_options(split, limit, image_column, label_column, root, workers, batch_size) -> dict[str, Any]:
-    return {
-        "split": split, "limit": limit, "image_column": image_column, "label_column": label_column, "root": root,
-        "num_workers": workers, "batch_size": batch_size,
-    }  # fmt: skip
-
-
-def calibration_loader(source: str, model, labels: str, options: dict[str, Any]):
+def calibration_loader(data: Any, model: Any, labels: str):
     """A loader for scoring, labelled as ``--labels`` says."""
     from ..errors import DataError
     from ..images.loaders import create_loader
@@ -139,9 +93,10 @@ def calibration_loader(source: str, model, labels: str, options: dict[str, Any])
 
     if labels not in ("auto", "data", "model"):
         raise KnapsackError(f"--labels {labels!r} is none of auto, data, model")
-    options = {**options, "labels": {"auto": "auto", "data": "required", "model": "ignore"}[labels]}
+    wanted = {"auto": "auto", "data": "required", "model": "ignore"}[labels]
+    options = {**CALIBRATION, **data.loader_options(), "labels": wanted}
     try:
-        loader = create_loader(source, model, **{**CALIBRATION, **options})
+        loader = create_loader(data.source, model, **options)
     except DataError as error:
         if labels == "auto" and "classes, but the model has" in str(error):
             raise DataError(f"{error}; or let the model label the images: --labels model") from None
@@ -149,7 +104,7 @@ def calibration_loader(source: str, model, labels: str, options: dict[str, Any])
     if labels == "model":
         return ModelLabels(loader, model)
     if not getattr(loader.dataset, "has_labels", True):
-        warn(f"{source} has no labels; the model's own classes stand in for them (--labels model)")
+        warn(f"{data.source} has no labels; the model's own classes stand in for them (--labels model)")
         return ModelLabels(loader, model)
     return loader
 

@@ -6,11 +6,16 @@ import shutil
 import site
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from .. import _torchvision_operators
 from ..errors import KnapsackError
+from .console import print_json, stdout
+from .options import JsonOption
 
 PACKAGES = (
     "timm-knapsack",
@@ -38,6 +43,35 @@ class Diagnosis:
     operators_missing: bool
     hook_installed: bool
     plain_timm_imports: bool
+
+
+def doctor(
+    fix: Annotated[bool, typer.Option(help="Mend torchvision's missing operators in this environment.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Report versions, devices and known faults.
+
+    Example: timm-knapsack doctor
+    """
+    from rich.table import Table
+
+    found = diagnose()
+    if fix and found.operators_missing and not found.plain_timm_imports:
+        path = install_torchvision_hook()
+        found = diagnose()
+        if not as_json:
+            stdout().print(f"wrote {path}: `import timm` works by itself in this environment now")
+    if as_json:
+        print_json(asdict(found))
+        return
+    table = Table("what", "found", title="timm-knapsack doctor")
+    for name, version in found.versions.items():
+        table.add_row(name, version)
+    table.add_row("devices", "; ".join(found.devices))
+    table.add_row("torchvision operators", "missing" if found.operators_missing else "there")
+    advice = "yes" if found.plain_timm_imports else "no: `timm-knapsack doctor --fix` mends it in this environment"
+    table.add_row("`import timm` alone, `accelerate launch`", advice)
+    stdout().print(table)
 
 
 def diagnose() -> Diagnosis:

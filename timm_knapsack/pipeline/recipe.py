@@ -79,6 +79,16 @@ class LatencyPart:
     threads: int | None = None
     seconds: float = 180.0
 
+    def conditions(self) -> Any:
+        """As `MeasuringConditions`, for a network that is on its device already."""
+        import torch
+
+        from ..costs.latency.conditions import MeasuringConditions
+
+        kind = {"dtype": torch.float16 if self.half else None, "channels_last": self.channels_last or None}
+        common = {"batch_size": self.batch_size, "threads": self.threads, "compile": self.compile}
+        return MeasuringConditions(**kind, **common, max_seconds=self.seconds)
+
 
 @dataclass(frozen=True)
 class PrunePart:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...errors import LatencyError
 from ...slim.copying import copy_with, named_tensors
 from ...slim.example_inputs import example_input
+from .conditions import MeasuringConditions
 from .steady_memory import memory_kept
 
 WARM_UP = 2
@@ -78,31 +79,15 @@ class Conditions:
     timer: str = "wall"  # or "thread": CPU time of a single thread
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        *,
-        input_size: Sequence[int] | None = None,
-        batch_size: int = 1,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        channels_last: bool | None = None,
-        compile: bool = False,
-        threads: int | None = None,
-        timer: str = "wall",
-    ) -> "Conditions":
+    def of(cls, model: nn.Module, asked: MeasuringConditions | None = None, **options) -> "Conditions":
         """The conditions as asked; what is not asked is as the model and this process have it."""
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise LatencyError(f"batch_size={batch_size!r}: expected a whole number of images, such as 8")
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-            raise LatencyError(f"threads={threads!r}: expected a whole number, such as 2")
-        if timer not in ("wall", "thread"):
-            raise LatencyError(f"timer={timer!r}: expected 'wall', or 'thread' for the CPU time of a single thread")
+        asked = MeasuringConditions.read(asked, **options)
+        device, dtype, channels_last, timer = asked.device, asked.dtype, asked.channels_last, asked.timer
         tensors = [tensor for _, tensor in named_tensors(model) if tensor.is_floating_point()]
         if device is None:
             device = tensors[0].device if tensors and not tensors[0].is_meta else "cpu"
         device = torch.device(device)
-        threads = threads or torch.get_num_threads()
+        threads = asked.threads or torch.get_num_threads()
         if timer == "thread" and (threads > 1 or device.type != "cpu"):
             raise LatencyError(f"timer='thread' sees one CPU thread; not {threads} on {device.type}: give threads=1")
         if dtype is None:
@@ -116,11 +101,11 @@ class Conditions:
             device=device.type,
             device_name=device_name(device),
             threads=threads,
-            batch_size=batch_size,
-            input_size=tuple(example_input(model, input_size)[1:]),
+            batch_size=asked.batch_size,
+            input_size=tuple(example_input(model, asked.input_size)[1:]),
             dtype=str(dtype).removeprefix("torch."),
             memory_format="channels_last" if channels_last else "contiguous",
-            compiled=bool(compile),
+            compiled=bool(asked.compile),
             timer=timer,
         )
 

@@ -7,13 +7,15 @@ are when it runs all day.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from ...errors import LatencyError
+from .conditions import MeasuringConditions
 from .layer_timing import WARM_UP, Conditions, time_pass
 
 PASSES = 2  # of a network in its turn: the first finds what another network left in the caches
@@ -70,58 +72,44 @@ def notch(samples: Sequence[float]) -> float:
 def measure_latency(
     model: nn.Module,
     input_size: Sequence[int] | None = None,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     device: str | torch.device | None = None,
     *,
-    dtype: torch.dtype | None = None,
-    channels_last: bool | None = None,
-    compile: bool = False,
-    threads: int | None = None,
-    timer: str = "wall",
-    precision: float = 0.01,
-    max_seconds: float = 10.0,
+    conditions: MeasuringConditions | None = None,
     clock=None,
+    **options,
 ) -> Latency:
-    """Time of one forward pass: the median over passes, until it is known to ``precision`` or the time is up.
+    """Time of one forward pass: the median over passes, until it is known well enough or the time (10 s) is up.
 
     Args:
         input_size: ``(channels, height, width)``; the model's own by default.
-        timer: ``"thread"`` counts the CPU time of a single thread, for a machine that others use too.
-        precision: stop when the median's 95 % interval is narrower than ± this fraction.
+        conditions: all measuring conditions at once; those given by name win.
+        options: single fields of `MeasuringConditions`: dtype, channels_last, compile, threads, timer (``"thread"``
+            counts the CPU time of a single thread, for a machine that others use too), precision, max_seconds.
 
     Example:
         >>> import timm
         >>> measure_latency(timm.create_model("resnet18"), batch_size=8)
         Latency(161.4 ms ± 2.3 ms, 14 passes)
     """
-    return compare_latency(
-        [model],
-        input_size,
-        batch_size,
-        device,
-        dtype=dtype,
-        channels_last=channels_last,
-        compile=compile,
-        threads=threads,
-        timer=timer,
-        precision=precision,
-        max_seconds=max_seconds,
-        clock=clock,
-    ).latencies[0]
+    asked = MeasuringConditions.read(conditions, **_given(input_size, batch_size, device), **options)
+    asked = replace(asked, max_seconds=asked.seconds(10.0))
+    return compare_latency([model], conditions=asked, clock=clock).latencies[0]
 
 
 def compare_latency(
     models: Sequence[nn.Module],
     input_size: Sequence[int] | None = None,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     device: str | torch.device | None = None,
     *,
-    precision: float = 0.01,
-    max_seconds: float = 20.0,
+    conditions: MeasuringConditions | None = None,
     clock=None,
     **options,
 ) -> Comparison:
-    """Measure several networks in turns, so that what disturbs the machine disturbs all of them.
+    """Measure several networks in turns, so that what disturbs the machine disturbs all of them; 20 s at most.
+
+    Takes the same arguments as `measure_latency`.
 
     Example:
         >>> compare_latency([model, result.model]).ratios
@@ -129,9 +117,14 @@ def compare_latency(
     """
     if not models:
         raise LatencyError("compare_latency needs at least one model")
-    options = {"input_size": input_size, "batch_size": batch_size, "device": device, **options}
-    conditions = Conditions.of(models[0], **options)
-    return compare_under(conditions, models, precision=precision, max_seconds=max_seconds, clock=clock)
+    asked = MeasuringConditions.read(conditions, **_given(input_size, batch_size, device), **options)
+    limits = {"precision": asked.precision, "max_seconds": asked.seconds(20.0)}
+    return compare_under(Conditions.of(models[0], asked), models, **limits, clock=clock)
+
+
+def _given(input_size, batch_size, device) -> dict[str, Any]:
+    given = {"input_size": input_size, "batch_size": batch_size, "device": device}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def compare_under(

@@ -24,6 +24,7 @@ from ...errors import LatencyError
 from ...slim.channel_config import model_name
 from ...slim.channel_groups import ChannelGroups
 from ...version import __version__
+from .conditions import MeasuringConditions
 from .cost import LatencyCost, on_stairs
 from .layer_timing import Conditions, device_name
 from .measurement import DISTURBED, Measurement
@@ -116,43 +117,29 @@ class LatencyTable:
         groups: ChannelGroups | None = None,
         *,
         path: str | os.PathLike | None = None,
-        input_size: Sequence[int] | None = None,
-        batch_size: int = 1,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        channels_last: bool | None = None,
-        compile: bool = False,
-        threads: int | None = None,
-        timer: str = "wall",
+        conditions: MeasuringConditions | None = None,
         rounds: int = 5,
-        precision: float = 0.01,
-        max_seconds: float = 180.0,
         progress: bool = False,
         clock=None,
+        **options,
     ) -> "LatencyTable":
         """Measure every layer over a grid of its widths; the model itself is left untouched.
 
         Slim copies of the network run in turns, round after round, with the original beside them as a yardstick of how
-        fast the machine is just then. It stops when the times are known to ``precision`` or ``max_seconds`` are over,
-        but not before every copy was seen once.
+        fast the machine is just then. It stops when the times are known to ``precision`` or ``max_seconds`` (180) are
+        over, but not before every copy was seen once.
 
         Args:
             path: a file that is read first and written as measurements come: a finished table is returned at once, an
                 interrupted one is taken up where it stopped.
-            timer: ``"thread"`` counts the CPU time of a single thread, for a machine that others use too.
-            compile: calibrate on the network as compiled by torch.compile (layers are timed without it).
+            conditions: what to measure under.
+            options: single fields of `MeasuringConditions`: batch_size, device, threads, max_seconds …
+
+        Example:
+            >>> table = LatencyTable.measure(model, batch_size=8, threads=2, path="cpu-b8.json", max_seconds=60)
         """
-        conditions = Conditions.of(
-            model,
-            input_size=input_size,
-            batch_size=batch_size,
-            device=device,
-            dtype=dtype,
-            channels_last=channels_last,
-            compile=compile,
-            threads=threads,
-            timer=timer,
-        )
+        asked = MeasuringConditions.read(conditions, **options)
+        conditions = Conditions.of(model, asked)
         if groups is None:
             groups = find_channel_groups(model, torch.empty((1, *conditions.input_size), device="meta"))
         if path is not None and Path(path).exists():
@@ -175,7 +162,8 @@ class LatencyTable:
             )
         table.clock = clock
         if not table.complete:
-            Measurement(table, model, groups, path, rounds, precision, max_seconds, progress).run()
+            limits = rounds, asked.precision, asked.seconds(180.0)
+            Measurement(table, model, groups, path, *limits, progress).run()
         return table
 
     # ---- using

@@ -1,11 +1,11 @@
-"""run, quickstart."""
+"""run: a whole recipe, stage by stage."""
 
 from typing import Annotated
 
 import typer
 
 from . import console
-from .console import DeviceOption, JsonOption
+from .options import DeviceOption, JsonOption
 
 
 def run(
@@ -67,30 +67,3 @@ def run(
     for row in result["evaluations"]:
         console.stdout().print(f"{row['what']}: top-1 {row['top1']:.2f} % on {row['samples']} images", markup=False)
     console.stdout().print(f"{result['model']}\n{result['report']}", markup=False)
-
-
-def quickstart(
-    out: Annotated[str, typer.Option(help="Folder to write.", metavar="FOLDER")] = "quickstart",
-    epochs: Annotated[int, typer.Option(help="Epochs to train the base network for.")] = 8,
-    as_json: JsonOption = False,
-) -> None:
-    """The whole way on real handwritten digits, offline, in a few minutes on two CPU cores.
-
-    Example: timm-knapsack quickstart --out quickstart
-    """
-    from ..pipeline.quickstart import quickstart as start
-
-    folder = console.check_writable(out)
-    result = start(
-        folder, base_epochs=epochs, say=(lambda text: None) if as_json else (lambda text: print(text, flush=True))
-    )
-    if as_json:
-        console.print_json(result)
-        return
-    from rich.table import Table
-
-    table = Table("", "original", "pruned", "change", title="handwritten digits: before and after")
-    for row in result["table"]:
-        table.add_row(*row)
-    console.stdout().print(table)
-    console.stdout().print(f"{result['report']} shows how. To use the result:\n\n{result['code']}", markup=False)

@@ -1,4 +1,4 @@
-"""finetune, evaluate."""
+"""finetune: train a pruned model with its original as the teacher."""
 
 import os
 from pathlib import Path
@@ -8,34 +8,20 @@ import typer
 
 from ..errors import KnapsackError
 from . import console
-from .console import (
-    BatchOption,
-    DataOption,
-    DeviceOption,
-    ImageColumnOption,
-    JsonOption,
-    LabelColumnOption,
-    LimitOption,
-    ModelArgOption,
-    PretrainedOption,
-    RootOption,
-    SplitOption,
-    WeightsOption,
-    WorkersOption,
-)
+from .options import DeviceOption, JsonOption, TrainingDataOptions, verb
 
 _EXAMPLE_SETTINGS = "any field of FinetuneConfig or DistillationConfig: mixup=0.2, ikd_at=convs, ema_decay=0.999 …"
 
 
+@verb(batch_size=192)
 def finetune(
     student: Annotated[str, typer.Argument(help="A folder that `prune` wrote.")],
-    data: DataOption = None,
+    data: TrainingDataOptions,
     out: Annotated[
         str, typer.Option(help="Folder for checkpoints and the tuned model.", metavar="FOLDER")
     ] = "finetuned",
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 50,
     lr: Annotated[float, typer.Option(help="Learning rate, with a cosine schedule.")] = 0.02,
-    batch_size: BatchOption = 192,
     kd_weight: Annotated[float, typer.Option(help="Weight of knowledge distillation; 0 for none.")] = 1.0,
     ikd_weight: Annotated[float, typer.Option(help="Weight of inner distillation; 0 for none.")] = 20.0,
     settings: Annotated[list[str] | None, typer.Option("--set", help=_EXAMPLE_SETTINGS, metavar="KEY=VALUE")] = None,
@@ -43,19 +29,6 @@ def finetune(
     overwrite: Annotated[bool, typer.Option(help="Give up an earlier run in the same folder.")] = False,
     teacher: Annotated[str | None, typer.Option(help="timm name or folder; what was pruned, by default.")] = None,
     teacher_weights: Annotated[str | None, typer.Option(help="File of the teacher's weights.", metavar="FILE")] = None,
-    eval_data: Annotated[
-        str | None, typer.Option(help="Images to evaluate on; a split of --data by default.", metavar="SOURCE")
-    ] = None,
-    train_split: Annotated[str | None, typer.Option(help="Split to train on.")] = None,
-    eval_split: Annotated[str | None, typer.Option(help="Split to evaluate on.")] = None,
-    augment: Annotated[
-        list[str] | None, typer.Option(help="Field of the augmentation, as hflip=0.", metavar="KEY=VALUE")
-    ] = None,
-    limit: LimitOption = None,
-    image_column: ImageColumnOption = None,
-    label_column: LabelColumnOption = None,
-    root: RootOption = None,
-    workers: WorkersOption = 0,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
@@ -74,7 +47,7 @@ def finetune(
     from ..training.evaluation import start_accelerator
     from ..training.finetuning import finetune as finetune_model
 
-    if data is None:
+    if data.source is None:
         raise KnapsackError("finetune needs images with labels: --data FOLDER")
     if not (Path(student) / CHANNELS).is_file():
         raise KnapsackError(
@@ -86,8 +59,7 @@ def finetune(
     network = ModelSource(student).load()
     guide = _teacher(record, teacher, teacher_weights, network) if kd_weight or ikd_weight else None
     accelerator = start_accelerator(config.mixed_precision, config.trackers, config.output_dir)
-    options = console.data_options(None, limit, image_column, label_column, root, workers, batch_size)
-    train, test = _loaders(network, data, eval_data, train_split, eval_split, options, augment, config.seed)
+    train, test = _loaders(network, data, config.seed)
     result = finetune_model(
         network, guide, train, test, config, accelerator=accelerator, kept=record.kept_channels or None, resume=resume
     )
@@ -100,7 +72,7 @@ def finetune(
         )
     if result.evaluations:
         metrics = {key: result.evaluations[-1][key] for key in ("top1", "top5", "loss", "samples")}
-        record.add_evaluation("fine-tuned", metrics, eval_data or data)
+        record.add_evaluation("fine-tuned", metrics, data.eval_source or data.source)
     model = result.model
     model.channel_config = network.channel_config
     saved, _ = save_run(
@@ -154,25 +126,25 @@ def _teacher(record, teacher, teacher_weights, student):
     return base.load()
 
 
-def _loaders(model, data, eval_data, train_split, eval_split, options, augment, seed):
+def _loaders(model, data: TrainingDataOptions, seed: int):
     """Training and evaluation loaders. A source with one split only is trained on and not evaluated."""
     from ..images.loaders import DataConfig, create_loader, open_images
 
-    augmentation = console.parse_settings(augment, "--augment") or None
-    common = {**options, "labels": "required", "seed": seed}
-    train = create_loader(data, model, training=True, **{**common, "split": train_split, "augmentation": augmentation})
-    common = {**common, "limit": None}
-    if eval_data is not None or eval_split is not None:
-        return train, create_loader(eval_data or data, model, **{**common, "split": eval_split})
+    augmentation = console.parse_settings(data.augment, "--augment") or None
+    common = {**data.loader_options(), "labels": "required", "seed": seed}
+    train = create_loader(data.source, model, training=True, augmentation=augmentation, **common)
+    common |= {"limit": None, "split": data.eval_split}
+    if data.eval_source is not None or data.eval_split is not None:
+        return train, create_loader(data.eval_source or data.source, model, **common)
     fields = {key: common[key] for key in ("image_column", "label_column", "root")}
     names = [
-        open_images(data, DataConfig(split=s, training=t, **fields)).name
-        for s, t in ((train_split, True), (None, False))
+        open_images(data.source, DataConfig(split=s, training=t, **fields)).name
+        for s, t in ((data.split, True), (None, False))
     ]
     if names[0] == names[1]:
-        console.warn(f"{data} has no other split to evaluate on; name images for it with --eval-data")
+        console.warn(f"{data.source} has no other split to evaluate on; name images for it with --eval-data")
         return train, None
-    return train, create_loader(data, model, **common)
+    return train, create_loader(data.source, model, **common)
 
 
 def _card_rows(record) -> list[dict]:
@@ -188,48 +160,3 @@ def _card_rows(record) -> list[dict]:
         }
         for row in rows
     ]
-
-
-def evaluate(
-    model: Annotated[str, typer.Argument(help="Name of a timm model, or a folder with a saved one.")],
-    data: DataOption = None,
-    split: SplitOption = None,
-    limit: LimitOption = None,
-    batch_size: BatchOption = 64,
-    image_column: ImageColumnOption = None,
-    label_column: LabelColumnOption = None,
-    root: RootOption = None,
-    workers: WorkersOption = 0,
-    device: DeviceOption = "auto",
-    pretrained: PretrainedOption = True,
-    weights: WeightsOption = None,
-    model_args: ModelArgOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Top-1 and top-5 accuracy of a model, pruned or not, with its MACs and parameters.
-
-    Example: timm-knapsack evaluate resnet20-half --data images
-    """
-    if data is None:
-        raise KnapsackError("evaluate needs images with labels: --data FOLDER")
-    where = console.choose_device(device)
-    from ..costs.counted import count_macs, count_params
-    from ..human_numbers import human
-    from ..images.loaders import create_loader
-    from ..training.evaluation import evaluate as measure
-
-    network = console.model_source(model, pretrained, weights, model_args).load().to(where)
-    options = console.data_options(split, limit, image_column, label_column, root, workers, batch_size)
-    loader = create_loader(data, network, **{**options, "labels": "required"})
-    if where == "cpu":
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-    metrics = measure(network, loader)
-    facts = {"model": model, **metrics, "macs": count_macs(network), "params": count_params(network)}
-    if as_json:
-        console.print_json(facts)
-        return
-    console.stdout().print(
-        f"{model}: top-1 {metrics['top1']:.2f} %, top-5 {metrics['top5']:.2f} %, loss {metrics['loss']:.4f} on "
-        f"{metrics['samples']} images; {human(facts['macs'])}MACs, {human(facts['params'])} parameters",
-        markup=False,
-    )

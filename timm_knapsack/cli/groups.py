@@ -1,0 +1,38 @@
+"""groups: which channels of a model can be removed together."""
+
+from . import console
+from .options import ArchitectureOptions, JsonOption, verb
+
+
+@verb()
+def groups(network: ArchitectureOptions, as_json: JsonOption = False) -> None:
+    """Show which channels of a model can be removed together, and what is frozen.
+
+    Example: timm-knapsack groups resnet18
+    """
+    from rich.table import Table
+
+    from ..channels.find_groups import find_channel_groups
+    from ..human_numbers import human
+
+    found = find_channel_groups(network.source().on_meta())
+    if as_json:
+        rows = [
+            {
+                "name": g.name,
+                "units": g.size,
+                "crosses_norm": g.crosses_norm,
+                "slices": [[s.param, s.dim] for s in g.slices],
+            }
+            for g in found
+        ]
+        console.print_json({"model": network.model, "macs": found.macs(), "groups": rows, "frozen": dict(found.frozen)})
+        return
+    table = Table("group", "units", "layers that make it", title=f"{network.model}: {human(found.macs())}MACs")
+    for group in found:
+        made_by = [s.param.rsplit(".", 1)[0] for s in group.slices if s.role == "out"]
+        more = f" and {len(made_by) - 3} more" if len(made_by) > 3 else ""
+        table.add_row(group.name, str(group.size), ", ".join(made_by[:3]) + more)
+    console.stdout().print(table)
+    for name, reason in found.frozen.items():
+        console.stdout().print(f"frozen: {name}: {reason}", markup=False)
