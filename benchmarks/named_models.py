@@ -1,4 +1,4 @@
-"""Writes timm_knapsack/channel_configs/*.json and model_cards/*.md: the named pruned models and their cards.
+"""Writes timm_knapsack/models/channel_configs/*.json and model_cards/*.md: the named pruned models and their cards.
 
     python benchmarks/named_models.py            # write both
     python benchmarks/named_models.py --check    # exit 1 if a file is not what this would write
@@ -50,7 +50,8 @@ def paper_resnet50() -> ChannelConfig:
         for block, widths in enumerate(blocks)
         for conv, width in enumerate(widths)
     }
-    return channel_config_of(groups, keep, "resnet50").renamed("resnet50_knapsack_2g")
+    config = channel_config_of(groups, keep, "resnet50").architecture()  # which channels stayed is not published
+    return config.renamed("resnet50_knapsack_2g")
 
 
 def named_configs() -> dict[str, ChannelConfig]:
@@ -64,12 +65,12 @@ def named_configs() -> dict[str, ChannelConfig]:
 def wanted_files() -> dict[Path, str]:
     """Every generated file and what it must contain."""
     files = {
-        REPOSITORY / "timm_knapsack" / "channel_configs" / f"{name}.json": config.to_json()
+        REPOSITORY / "timm_knapsack" / "models" / "channel_configs" / f"{name}.json": config.to_json()
         for name, config in named_configs().items()
     }
     from timm_knapsack.hub.model_card import named_model_card
 
-    for path in sorted((REPOSITORY / "timm_knapsack" / "channel_configs").glob("*.json")):
+    for path in sorted((REPOSITORY / "timm_knapsack" / "models" / "channel_configs").glob("*.json")):
         files[REPOSITORY / "model_cards" / f"{path.stem}.md"] = str(named_model_card(path.stem))
     return files
 

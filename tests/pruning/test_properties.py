@@ -10,6 +10,7 @@ from nets import NETS, PlainChain
 from oracle import TOLERANCE, check_pruned, random_keep, seeded, slim_differs_from_masked, torch_macs, widths_of
 
 import timm_knapsack as tk
+from timm_knapsack.channels import shape_rules  # noqa: F401  (the other half of RULES)
 from timm_knapsack.channels.op_rules import RULES, elementwise, plain
 from timm_knapsack.slim.channel_groups import ChannelGroups
 from timm_knapsack.slim.cutting import slice_model

@@ -6,7 +6,7 @@ import json
 import pytest
 import timm
 import torch
-from test_taylor_scores import CLASSES, Mixed, batches_of, mixed, mixed_groups
+from mixed_net import CLASSES, Mixed, batches_of, mixed, mixed_groups
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -28,6 +28,7 @@ GOOD = {
     "attributes": {"": {"num_features": 100, "feature_info.0.num_chs": 60}, "layer1.0": {"groups": 2}},
     "base_args": {"img_size": [64, 64], "act_layer": "silu", "drop_rate": 0.5},
     "name": "resnet18_slim",
+    "kept": {"layer1.0.conv1.weight": {"0": "0-40,50-52,63"}},
 }
 
 

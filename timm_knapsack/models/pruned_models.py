@@ -132,6 +132,7 @@ def _register(config: ChannelConfig, weights: Mapping[str, Mapping[str, Any]] | 
         from .foreign_config import check_base
 
         check_base(config.base)
+    config = config.architecture()
     if config.name is None:
         digest = hashlib.sha256(config.to_json().encode()).hexdigest()[:8]
         config = config.renamed(f"{config.base}_knapsack_{digest}")

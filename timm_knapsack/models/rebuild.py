@@ -163,6 +163,7 @@ def _without_head(config: ChannelConfig, base: nn.Module) -> ChannelConfig:
         config,
         widths={name: dims for name, dims in config.widths.items() if name in names},
         attributes={module: paths for module, paths in attributes.items() if paths},
+        kept={name: dims for name, dims in config.kept.items() if name in names},
     )
 
 

@@ -17,7 +17,8 @@ from ..costs.latency.cost import TimeLine
 from ..errors import BudgetError, KnapsackError
 from ..slim.channel_config import ChannelConfig, model_name
 from ..slim.channel_groups import ChannelGroup, ChannelGroups
-from ..slim.cutting import channel_config_of, kept_indices, slice_model
+from ..slim.cutting import channel_config_of, kept_indices, kept_outputs, slice_model
+from ..slim.kept_channels import composed
 from ..values.taylor import check_scores, taylor_scores
 from .budget import Budget
 from .width_search import WidthSolution, ladder, search_widths
@@ -97,7 +98,8 @@ class PruneResult:
         keep: ``{group name: indices of the kept units}``.
         channel_config: rebuilds the architecture from its base model.
         report: asked, counted, kept importance, per layer.
-        kept_channels: ``{layer: indices of its output channels that stay}``, for inner distillation.
+        kept_channels: ``{layer: indices of its output channels that stay}``, counted in the model that was pruned;
+            ``channel_config.kept`` counts in the base, also after a second pruning.
     """
 
     model: nn.Module
@@ -201,7 +203,6 @@ def _prune_once(model, groups, values, scores, limits_of, budget, base_args) -> 
     solution, keep, slim = choice.solution, choice.keep, choice.slim
     config = _config(model, groups, keep, base_args)
     slim.channel_config = config
-    slim.kept_channels = kept_outputs(groups, keep)  # of the model it was cut from, for recovery and distillation
     report = PruneReport(
         model=model_name(model),
         input_size=tuple(groups.input_shape[1:]),
@@ -218,7 +219,7 @@ def _prune_once(model, groups, values, scores, limits_of, budget, base_args) -> 
         frozen=dict(groups.frozen),
         options={**limits_of.options, "budget": dict(budget.asked)},
     )
-    return PruneResult(slim, keep, config, report, slim.kept_channels)
+    return PruneResult(slim, keep, config, report, kept_outputs(groups, keep))
 
 
 @dataclass(frozen=True)
@@ -387,17 +388,6 @@ def _layers(groups: ChannelGroups, keep: Mapping[str, Tensor]):
         yield LayerLine(param.rsplit(".", 1)[0], size, size if index is None else len(index))
 
 
-def kept_outputs(groups: ChannelGroups, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``{layer: indices of its output channels that stay}`` for the layers that lose some."""
-    kept = kept_indices(groups, keep)
-    result = {}
-    for group in groups:
-        for s in group.slices:
-            if s.role == "out" and s.dim in kept.get(s.param, {}):
-                result[s.param.rsplit(".", 1)[0]] = kept[s.param][s.dim]
-    return result
-
-
 def _config(model: nn.Module, groups: ChannelGroups, keep, base_args) -> ChannelConfig:
     """The config from the original base, also when the model had been pruned before."""
     earlier = getattr(model, "channel_config", None)
@@ -409,5 +399,9 @@ def _config(model: nn.Module, groups: ChannelGroups, keep, base_args) -> Channel
         return {name: {**old.get(name, {}), **new.get(name, {})} for name in {*old, *new}}
 
     return ChannelConfig(
-        earlier.base, merged(earlier.widths, new.widths), merged(earlier.attributes, new.attributes), earlier.base_args
+        earlier.base,
+        merged(earlier.widths, new.widths),
+        merged(earlier.attributes, new.attributes),
+        earlier.base_args,
+        kept=composed(earlier, new.kept),
     )

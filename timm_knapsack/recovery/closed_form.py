@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..errors import KnapsackError
 from ..maps.replay import Replay
 from ..maps.taps import Tap, find_blocks, find_taps
+from ..slim.kept_channels import kept_of
 from .ridge import RidgeSums, draw_positions, flat_weight, outputs, patches
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ def recover(
 
     Args:
         loader: images, or (images, labels); labels are not used. They are held in memory, with one map each.
-        kept: ``result.kept_channels``; a model that comes from `prune` carries it.
+        kept: ``{layer: the teacher's output channels that the student has}``; a model that comes from `prune`, or from
+            a folder that `save_pretrained` wrote, knows them.
         ridge: penalty on the change of the weights, relative to the mean square of the inputs; by default each layer's
             own, the one whose fit on one half of the images does best on the other.
         images: use at most this many.
@@ -65,7 +67,7 @@ def recover(
 
 def recover_layers(student, teacher, loader, *, kept=None, ridge=None, images=None) -> list[LayerFit]:
     """As `recover`; returns how each layer fared."""
-    kept = dict(kept if kept is not None else getattr(student, "kept_channels", None) or {})
+    kept = dict(kept if kept is not None else kept_of(student, teacher))
     _check_pair(student, teacher, kept)
     batches = _images(loader, images, next(student.parameters()).device)
     flags = [(m, m.training) for net in (student, teacher) for m in net.modules()]

@@ -7,6 +7,7 @@ without importing it. Whether a config fits a model is checked where it is appli
 """
 
 import json
+import operator
 import os
 import re
 import tempfile
@@ -17,13 +18,15 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ChannelConfigError
+from .index_ranges import ranges_text, read_ranges
 
 FORMAT = "timm-knapsack/channel-config"
-VERSION = 1
+VERSION = 2  # 2 added ``kept``; a config without it is still written as 1
 MAX_BYTES = 8 * 2**20  # the largest timm model's config is below 1 MB
 MAX_SIZE = 2**24  # no dim of a real model is larger; the base model sets the true limit
 MAX_BASE_ARG = 2**16  # image sizes, depths, widths: a stranger's file must not make timm build a monster
 MAX_CLASSES = 2**20
+MAX_KEPT = 2**22  # channels of all layers together; the largest timm models have some 10⁵
 
 # Arguments of timm's builder and factory that choose weights, files or another kind of model, not an architecture.
 _NOT_ARCHITECTURE = re.compile(
@@ -33,7 +36,7 @@ _NOT_ARCHITECTURE = re.compile(
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_]{1,200}")
 _DOTTED = re.compile(r"[A-Za-z0-9_]{1,120}(\.[A-Za-z0-9_]{1,120}){0,40}")
 _REQUIRED = ("format", "version", "base", "widths")
-_OPTIONAL = ("attributes", "base_args", "name")
+_OPTIONAL = ("attributes", "base_args", "name", "kept")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class ChannelConfig:
             (``feature_info.0.num_chs``).
         base_args: arguments of ``timm.create_model`` that the base needs, such as ``{"img_size": 256}``.
         name: name to register the pruned architecture under.
+        kept: which of the base's output channels are left, where that is known: ``{"layer1.0.conv1.weight": {0: (0, 3,
+            4, …)}}``. Rebuilding does not need it; recovery and inner distillation of saved weights do.
 
     Example:
         >>> config = ChannelConfig("resnet18", {"layer1.0.conv1.weight": {0: 45}, "layer1.0.conv2.weight": {1: 45}})
@@ -60,6 +65,7 @@ class ChannelConfig:
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     base_args: Mapping[str, Any] = field(default_factory=dict)
     name: str | None = None
+    kept: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def __post_init__(self):
         _check_name(self.base, "base")
@@ -68,25 +74,28 @@ class ChannelConfig:
         object.__setattr__(self, "widths", _frozen_table(self.widths, "widths", _read_dim))
         object.__setattr__(self, "attributes", _frozen_table(self.attributes, "attributes", _read_attribute))
         object.__setattr__(self, "base_args", _frozen_base_args(self.base_args))
+        object.__setattr__(self, "kept", _frozen_kept(self.kept, self.widths))
 
     def __hash__(self):
         return hash(self.to_json())
 
     def __reduce__(self):  # mapping proxies don't pickle or deep-copy; plain dicts do
-        return (
-            ChannelConfig,
-            (self.base, _plain(self.widths), _plain(self.attributes), dict(self.base_args), self.name),
-        )
+        widths, attributes, kept = (_plain(table) for table in (self.widths, self.attributes, self.kept))
+        return ChannelConfig, (self.base, widths, attributes, dict(self.base_args), self.name, kept)
 
     def renamed(self, name: str) -> "ChannelConfig":
         """The same architecture under another name."""
         return replace(self, name=name)
 
+    def architecture(self) -> "ChannelConfig":
+        """The same without ``kept``, which speaks of weights."""
+        return replace(self, kept={})
+
     def to_dict(self) -> dict[str, Any]:
         """Plain sorted dicts, as written to JSON."""
         data = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if self.kept else 1,
             "base": self.base,
             "widths": {
                 param: {str(dim): size for dim, size in sorted(dims.items())}
@@ -99,6 +108,11 @@ class ChannelConfig:
             data["base_args"] = dict(sorted(self.base_args.items()))
         if self.name is not None:
             data["name"] = self.name
+        if self.kept:
+            data["kept"] = {
+                param: {str(dim): ranges_text(index) for dim, index in sorted(dims.items())}
+                for param, dims in sorted(self.kept.items())
+            }
         return data
 
     def to_json(self) -> str:
@@ -138,6 +152,7 @@ class ChannelConfig:
             attributes=data.get("attributes", {}),
             base_args=data.get("base_args", {}),
             name=data.get("name"),
+            kept=data.get("kept", {}),
         )
 
     @classmethod
@@ -258,6 +273,37 @@ def _frozen_table(table: Any, key: str, read_inner) -> Mapping[str, Mapping[Any,
             {read_inner(k, place): _read_size(v, f"{place}[{str(k)!r}]") for k, v in inner.items()}
         )
     return MappingProxyType(result)
+
+
+def _frozen_kept(kept: Any, widths: Mapping[str, Mapping[int, int]]) -> Mapping[str, Mapping[int, tuple[int, ...]]]:
+    """As many sorted channels as the width says, for each dim that is named; text of ranges as it stands in JSON."""
+    if not isinstance(kept, Mapping):
+        raise ChannelConfigError(f"kept is {_show(kept)}, expected an object")
+    result, total = {}, 0
+    for name, dims in kept.items():
+        if not isinstance(dims, Mapping) or not dims or name not in widths:
+            raise ChannelConfigError(f"kept[{_show(name)}] is {_show(dims)}, expected dims that widths name too")
+        result[name] = {}
+        for key, index in dims.items():
+            place = f"kept[{name!r}][{str(key)[:20]!r}]"
+            dim = _read_dim(key, f"kept[{name!r}]")
+            if dim not in widths[name]:
+                raise ChannelConfigError(f"{place}: widths has no such dim")
+            width = widths[name][dim]
+            total += width
+            if total > MAX_KEPT:
+                raise ChannelConfigError(f"kept names more than {MAX_KEPT} channels; no model has as many")
+            if not isinstance(index, str):
+                index = _text_of(index, place)
+            result[name][dim] = read_ranges(index, place, width)
+    return MappingProxyType({name: MappingProxyType(dims) for name, dims in result.items()})
+
+
+def _text_of(index: Any, place: str) -> str:
+    try:
+        return ranges_text(operator.index(channel) for channel in index)
+    except TypeError:
+        raise ChannelConfigError(f"{place} is {_show(index)}, expected channel numbers") from None
 
 
 def _frozen_base_args(args: Any) -> Mapping[str, Any]:

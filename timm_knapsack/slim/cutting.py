@@ -11,6 +11,7 @@ from .attributes import apply_attributes, sync_layer
 from .channel_config import ChannelConfig
 from .channel_groups import ChannelGroups
 from .copying import copy_with, named_tensors
+from .kept_channels import layer_of
 
 
 def slice_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tensor]) -> nn.Module:
@@ -114,7 +115,27 @@ def channel_config_of(groups: ChannelGroups, keep: Mapping[str, Tensor], base: s
     for attribute in groups.attributes:
         if attribute.at(sizes) != attribute.at(groups.sizes):
             attributes[attribute.module][attribute.path] = attribute.at(sizes)
-    return ChannelConfig(base=base, widths=widths, attributes=dict(attributes), base_args=base_args or {})
+    kept = _outputs(groups, keep)
+    return ChannelConfig(
+        base=base,
+        widths=widths,
+        attributes=dict(attributes),
+        base_args=base_args or {},
+        kept={name: {dim: index.tolist() for dim, index in dims.items()} for name, dims in kept.items()},
+    )
+
+
+def kept_outputs(groups: ChannelGroups, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``{layer: indices of its output channels that stay}`` for the layers that lose some."""
+    kept = _outputs(groups, groups.check_keep(keep))
+    return {layer_of(name): index for name, dims in kept.items() for index in dims.values()}
+
+
+def _outputs(groups: ChannelGroups, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
+    """`kept_indices`, of the dims only along which a conv or linear makes its channels."""
+    made = {(s.param, s.dim) for group in groups for s in group.slices if s.role == "out"}
+    outputs = {n: {d: i for d, i in dims.items() if (n, d) in made} for n, dims in kept_indices(groups, keep).items()}
+    return {name: dims for name, dims in outputs.items() if dims}
 
 
 def resize_model(model: nn.Module, config: ChannelConfig) -> nn.Module:
@@ -148,6 +169,11 @@ def resize_model(model: nn.Module, config: ChannelConfig) -> nn.Module:
             if size > shape[dim]:
                 raise ChannelConfigError(
                     f"widths[{name!r}]['{dim}'] is {size}, more than the base model's {shape[dim]}"
+                )
+            kept = config.kept.get(name, {}).get(dim, (0,))
+            if kept[-1] >= shape[dim]:
+                raise ChannelConfigError(
+                    f"kept[{name!r}]['{dim}'] names channel {kept[-1]}, the base model has {shape[dim]}"
                 )
 
     def resized(name: str, tensor: Tensor) -> Tensor:

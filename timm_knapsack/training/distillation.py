@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from ..errors import TrainingError
 from ..maps.taps import Tap, eval_mode, find_taps, listen
+from ..slim.kept_channels import kept_of
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, whole: bool = False) -> None:
@@ -112,7 +113,8 @@ class DistillationModule(nn.Module):
         teacher: the original model, or None where ``kd_weight`` and ``ikd_weight`` are 0.
         config: weights and places of the terms.
         kept: for ``ikd_init="selection"``: module name → the teacher's output channels that the student kept. For a
-            block, the entry of the block itself or of its last conv or linear of that width is taken.
+            block, the entry of the block itself or of its last conv or linear of that width is taken. By default what
+            the student's channel config says.
         example: images to run both networks on once, to find the maps; by default zeros of the teacher's input size.
 
     Example:
@@ -147,7 +149,8 @@ class DistillationModule(nn.Module):
         self._awaits_data = False
         if teacher is not None and (config.kd_weight or config.ikd_weight):
             teacher.eval()
-            self._find_maps(kept or {}, _example(teacher, student) if example is None else example)
+            kept = kept_of(student, teacher) if kept is None else kept
+            self._find_maps(kept, _example(teacher, student) if example is None else example)
 
     @property
     def teacher(self) -> nn.Module | None:

@@ -96,7 +96,8 @@ def finetune(
         eval_loader: likewise; None for no evaluation.
         config: everything else.
         accelerator: an ``accelerate.Accelerator`` to use instead of a new one.
-        kept: module name → the teacher's channels that the student kept; for ``ikd_init="selection"``.
+        kept: module name → the teacher's channels that the student kept; for ``ikd_init="selection"``. A model that
+            comes from `prune`, or from a folder that `save_pretrained` wrote, knows them.
         resume: go on from ``config.output_dir/last``. Where there is none yet, start from the beginning.
 
     Raises:

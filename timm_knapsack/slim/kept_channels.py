@@ -1,0 +1,84 @@
+"""Which channels of the original model a pruned one still has.
+
+A `ChannelConfig` holds them as ``kept``, counted in the base model's channels however often the model was pruned, so
+that they are saved with it. Recovery and inner distillation want them counted in the teacher's: `kept_of`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import KeepError
+from .channel_config import ChannelConfig
+
+
+def composed(earlier: ChannelConfig, kept: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, tuple[int, ...]]]:
+    """What is left after a second cut, counted in the base of the first.
+
+    A dim that the first cut made narrower without a record of what it kept stays unknown, and is left out.
+
+    Args:
+        earlier: of the model that was cut a second time.
+        kept: what the second cut kept, counted in that model's channels.
+
+    Example:
+        >>> weight = "layer1.0.conv1.weight"
+        >>> first = ChannelConfig("resnet18", {weight: {0: 3}}, kept={weight: {0: (4, 8, 9)}})
+        >>> composed(first, {weight: {0: (0, 2)}, "conv1.weight": {0: (5, 6)}})
+        {'layer1.0.conv1.weight': {0: (4, 9)}, 'conv1.weight': {0: (5, 6)}}
+    """
+    result = {name: dict(dims) for name, dims in earlier.kept.items()}
+    for name, dims in kept.items():
+        for dim, index in dims.items():
+            before = result.get(name, {}).get(dim)
+            if before is not None:
+                result[name][dim] = tuple(before[i] for i in index)
+            elif dim not in earlier.widths.get(name, {}):
+                result.setdefault(name, {})[dim] = tuple(index)
+    return result
+
+
+def kept_of(student: nn.Module, teacher: nn.Module | None) -> dict[str, Tensor]:
+    """``{layer: which of the teacher's output channels the student still has}``, as far as their configs say.
+
+    The teacher is the base model, or a model that was pruned from it less far.
+
+    Example:
+        >>> weight = "layer1.0.conv1.weight"
+        >>> student, teacher = nn.Module(), nn.Module()
+        >>> student.channel_config = ChannelConfig("resnet18", {weight: {0: 2}}, kept={weight: {0: (4, 9)}})
+        >>> kept_of(student, teacher)
+        {'layer1.0.conv1': tensor([4, 9])}
+        >>> teacher.channel_config = ChannelConfig("resnet18", {weight: {0: 3}}, kept={weight: {0: (4, 8, 9)}})
+        >>> kept_of(student, teacher)
+        {'layer1.0.conv1': tensor([0, 2])}
+    """
+    ours, theirs = (getattr(model, "channel_config", None) for model in (student, teacher))
+    result = {}
+    for name, dims in ours.kept.items() if isinstance(ours, ChannelConfig) else ():
+        for dim, index in dims.items():
+            if isinstance(theirs, ChannelConfig) and dim in theirs.widths.get(name, {}):
+                if dim not in theirs.kept.get(name, {}):
+                    continue  # the teacher is narrower than the base, too, and nothing says which channels it has
+                place = {channel: i for i, channel in enumerate(theirs.kept[name][dim])}
+                missing = [channel for channel in index if channel not in place]
+                if missing:
+                    raise KeepError(
+                        f"the student kept channel {missing[0]} of {ours.base}'s {name}, which the teacher has not; "
+                        "is it the model that was pruned?"
+                    )
+                index = [place[channel] for channel in index]
+            result[layer_of(name)] = torch.tensor(index)
+    return result
+
+
+def layer_of(parameter: str) -> str:
+    """The module that owns a parameter.
+
+    Example:
+        >>> layer_of("layer1.0.conv1.weight")
+        'layer1.0.conv1'
+    """
+    return parameter.rsplit(".", 1)[0]
