@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..maps.taps import eval_mode
+from ..slim.modes import eval_mode
 
 # Options of create_loader: the training split, as for training, but each image as the model sees it in evaluation.
 CALIBRATION = {"training": True, "augmentation": {"crop": "none"}, "drop_last": False, "shuffle": True}

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import TrainingError
+from ..slim.modes import eval_mode
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _WEIGHTED = (nn.Conv2d, nn.Linear)
@@ -240,15 +241,3 @@ def listen(model: nn.Module, taps: Sequence[Tap]) -> Iterator[dict[str, torch.Te
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """``model.eval()`` for a while; every submodule gets its own mode back, frozen ones included."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

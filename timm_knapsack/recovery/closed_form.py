@@ -17,6 +17,7 @@ from ..errors import KnapsackError
 from ..maps.replay import Replay
 from ..maps.taps import Tap, find_blocks, find_taps
 from ..slim.kept_channels import kept_of
+from ..slim.modes import eval_mode
 from .ridge import RidgeSums, draw_positions, flat_weight, outputs, patches
 
 log = logging.getLogger(__name__)
@@ -70,37 +71,26 @@ def recover_layers(student, teacher, loader, *, kept=None, ridge=None, images=No
     kept = dict(kept if kept is not None else kept_of(student, teacher))
     _check_pair(student, teacher, kept)
     batches = _images(loader, images, next(student.parameters()).device)
-    flags = [(m, m.training) for net in (student, teacher) for m in net.modules()]
-    try:
-        student.eval()
-        teacher.eval()
-        with torch.no_grad():
-            return _Recovery(student, teacher, batches, kept, ridge).run()
-    finally:
-        for module, flag in flags:
-            module.training = flag
+    with eval_mode(student, teacher), torch.no_grad():
+        return _Recovery(student, teacher, batches, kept, ridge).run()
 
 
 def reestimate_batchnorm(model: nn.Module, loader: Iterable, *, images: int | None = None) -> nn.Module:
     """Set every BatchNorm's running statistics to the mean over these images, in place: the simplest recovery."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
     batches = _images(loader, images, next(model.parameters()).device)
-    flags = [(m, m.training) for m in model.modules()]
     momenta = [norm.momentum for norm in norms]
     try:
-        model.eval()
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # a plain average over the batches
-            norm.train()
-        with torch.no_grad():
+        with eval_mode(model), torch.no_grad():
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # a plain average over the batches
+                norm.train()
             for batch in batches:
                 model(batch)
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-        for module, flag in flags:
-            module.training = flag
     return model
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from .modes import modes_kept
+
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers, each tensor once under its first name."""
@@ -41,10 +43,8 @@ def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
                     if isinstance(tensor, Tensor) and id(tensor) not in memo:
                         memo[id(tensor)] = replace(name, tensor)
     result = _copied(model, memo)
-    flags = [(module, module.training) for module in result.modules()]
-    result.train()  # modules that cache something for inference (attention biases) drop it here
-    for module, training in flags:
-        module.training = training
+    with modes_kept(result):
+        result.train()  # modules that cache something for inference (attention biases) drop it here
     return result
 
 

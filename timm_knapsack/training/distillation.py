@@ -21,8 +21,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import TrainingError
-from ..maps.taps import Tap, eval_mode, find_taps, listen
+from ..maps.taps import Tap, find_taps, listen
 from ..slim.kept_channels import kept_of
+from ..slim.modes import eval_mode
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, whole: bool = False) -> None:
@@ -252,7 +253,7 @@ class DistillationModule(nn.Module):
         for batch in batches:
             images = batch[0] if isinstance(batch, (tuple, list)) else batch
             images = images.to(next(self.student.parameters()).device)
-            with eval_mode(self.student), eval_mode(self.teacher):
+            with eval_mode(self.student, self.teacher):
                 _, teacher_maps = self._run(self.teacher, images)
                 _, maps = self._run(self.student, images)
             for name, dim in self._channel_dim.items():

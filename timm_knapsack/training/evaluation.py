@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from ..errors import DataError, TrainingError
-from ..maps.taps import eval_mode
+from ..slim.modes import eval_mode
 from .epoch_batches import split_batch
 
 

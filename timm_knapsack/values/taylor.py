@@ -27,6 +27,7 @@ from ..errors import ScoreError
 from ..slim.channel_config import model_name
 from ..slim.channel_groups import ChannelGroups
 from ..slim.copying import named_tensors
+from ..slim.modes import eval_mode
 
 CRITERIA = ("abs", "sum", "taylor_bn", "magnitude", "random")
 FORMAT = "timm-knapsack/scores"
@@ -275,19 +276,16 @@ def _check_labelled(batch) -> None:
 def _only(model: nn.Module, names: list[str]):
     """Eval mode and gradients for these parameters alone; everything is put back afterwards."""
     wanted = set(names)
-    training = [(module, module.training) for module in model.modules()]
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in wanted}
     try:
-        model.eval()
         for parameter, _ in required:
             parameter.requires_grad_(False)
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        yield parameters
+        with eval_mode(model):
+            yield parameters
     finally:
-        for module, flag in training:
-            module.training = flag
         for parameter, flag in required:
             parameter.requires_grad_(flag)
 
