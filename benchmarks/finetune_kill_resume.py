@@ -29,12 +29,13 @@ import torch
 import timm_knapsack  # noqa: F401  (before timm)
 
 import timm  # isort: skip
+from timm_knapsack.files.atomic import settle
 from timm_knapsack.images.loaders import synthetic_loader
-from timm_knapsack.training.checkpoints import read_checkpoint, settle, write_checkpoint
+from timm_knapsack.training.checkpoints import read_checkpoint, write_checkpoint
 from timm_knapsack.training.distillation import DistillationConfig
 from timm_knapsack.training.finetuning import FinetuneConfig, finetune
 
-WRITER = ("mkdir", "fsync", "rename", "unlink", "rmdir")  # what a checkpoint does to the disk
+WRITER = ("mkdir", "fsync", "replace", "rename", "unlink", "rmdir")  # what a checkpoint does to the disk
 
 
 def train(folder, resume=False):

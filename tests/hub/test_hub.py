@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import shutil
 
 import pytest
 import torch
@@ -228,10 +227,16 @@ def test_a_process_that_dies_leaves_a_whole_folder(result, tmp_path, moment, mon
     if child == 0:
         import safetensors.torch
 
-        from timm_knapsack.files import atomic_folder
+        from timm_knapsack.files import atomic
 
         def die(*_, **__):
             os._exit(9)
+
+        exchange = atomic._exchange
+
+        def exchange_and_die(new, old):
+            exchange(new, old)
+            die()
 
         def half(state, path, **_):
             path.write_bytes(b"half")
@@ -242,8 +247,8 @@ def test_a_process_that_dies_leaves_a_whole_folder(result, tmp_path, moment, mon
             "config": (json, "dumps", die),
             "card": (hub, "model_card", die),
             "verify": (hub, "_verify", die),
-            "swap": (atomic_folder, "_exchange", die),
-            "swapped": (shutil, "rmtree", die),
+            "swap": (atomic, "_exchange", die),
+            "swapped": (atomic, "_exchange", exchange_and_die),
         }
         setattr(*places[moment])
         tk.save_pretrained(model, folder)

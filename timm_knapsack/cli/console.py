@@ -1,13 +1,13 @@
 """What all verbs share: printing, checks of what was typed, and errors in one line."""
 
 import errno
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from ..errors import KnapsackError
+from ..files.plain_json import plain, to_json
 
 
 def stdout():
@@ -29,9 +29,7 @@ def warn(text: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    from ..reports.run_record import _plain
-
-    print(json.dumps(_plain(data), indent=1))
+    print(to_json(plain(data)), end="")
 
 
 def print_costs(report: dict[str, Any], title: str) -> None:

@@ -1,8 +1,5 @@
 """What is installed, what works, and a mend for torchvision's missing operators in this one environment."""
 
-import importlib.metadata
-import importlib.util
-import shutil
 import site
 import subprocess
 import sys
@@ -14,6 +11,8 @@ import typer
 
 from .. import _torchvision_operators
 from ..errors import KnapsackError
+from ..files.atomic import write_text
+from ..files.versions import versions
 from .console import print_json, stdout
 from .options import JsonOption
 
@@ -83,19 +82,13 @@ def diagnose() -> Diagnosis:
     """
     import torch
 
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
     devices = [f"cpu, {torch.get_num_threads()} threads"]
     devices += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         devices.append("mps")
     alone = subprocess.run([sys.executable, "-c", "import timm"], capture_output=True)
     return Diagnosis(
-        versions=versions,
+        versions=versions(*PACKAGES),
         devices=devices,
         operators_missing=_torchvision_operators.operators_are_missing(),
         hook_installed=_pth().exists(),
@@ -114,8 +107,8 @@ def install_torchvision_hook() -> Path:
         )
     folder = _pth().parent
     try:
-        shutil.copyfile(_torchvision_operators.__file__, folder / f"{HOOK}.py")
-        _pth().write_text(f"import {HOOK}; {HOOK}.install_hook()\n")
+        write_text(folder / f"{HOOK}.py", Path(_torchvision_operators.__file__).read_text(encoding="utf-8"))
+        write_text(_pth(), f"import {HOOK}; {HOOK}.install_hook()\n")
     except OSError as error:
         raise KnapsackError(f"{folder} can't be written: {error.strerror or error}") from None
     return _pth()

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, HubError, KnapsackError
-from ..files.atomic_folder import replacing
+from ..files.atomic import replacing_file, replacing_folder, write_text
+from ..files.plain_json import plain, write_json
+from ..files.versions import versions
 from ..models.foreign_config import check_base
 from ..models.pruned_models import GENERIC
 from ..models.rebuild import base_on_meta, mismatches, model_args_of, resized
 from ..slim.channel_config import ChannelConfig
 from ..slim.copying import copy_with
 from ..slim.example_inputs import example_input
+from ..slim.tensor_files import separate, write_tensors
 from .model_card import PICTURE, Evaluation, counted_costs, evaluations_to_json, model_card
 from .publication import Publication, publish
 
@@ -76,7 +79,11 @@ def save_pretrained(
     model, config, report = _unpack(result_or_model, report)
     folder = Path(folder).resolve()
     _check_target(folder)
-    state = _plain_tensors(model.state_dict())
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            raise HubError(f"{name} is on the meta device: this model has no weights to save")
+    state = separate(state)
     args = _check_rebuilds(model, config, state)
     single = isinstance(evaluation, (Evaluation, Mapping))
     made = {
@@ -87,13 +94,13 @@ def save_pretrained(
         "datasets": list(datasets),
         "license": license,
         "notes": list(notes),
-        "versions": _versions(),
+        "versions": versions("timm-knapsack", "timm", "torch"),
     }
-    made = _json_safe({key: value for key, value in made.items() if value})
+    made = plain({key: value for key, value in made.items() if value})
     try:
-        with replacing(folder) as new:
+        with replacing_folder(folder) as new:
             _write_files(new, state, _config_json(model, config, args, made), config, picture)
-            (new / CARD).write_text(str(model_card(new, name=folder.name)), encoding="utf-8")
+            write_text(new / CARD, str(model_card(new, name=folder.name)))
             if verify:
                 _verify(model, state, new)
     except OSError as error:
@@ -189,19 +196,6 @@ def _unpack(result_or_model: Any, report: Any) -> tuple[nn.Module, ChannelConfig
     return model, config, report
 
 
-def _plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors that share no memory: safetensors refuses channels_last and tied weights."""
-    seen, plain = set(), {}
-    for name, tensor in state.items():
-        if tensor.is_meta:
-            raise HubError(f"{name} is on the meta device: this model has no weights to save")
-        tensor = tensor.detach().to("cpu").contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        plain[name] = tensor.clone() if storage in seen else tensor
-        seen.add(storage)
-    return plain
-
-
 def _check_rebuilds(model: nn.Module, config: ChannelConfig, state: Mapping[str, Tensor]) -> dict[str, int]:
     """The base model, resized by the config, must have exactly this model's shapes."""
     try:
@@ -244,16 +238,14 @@ def _config_json(model: nn.Module, config: ChannelConfig, args: Mapping[str, int
 
 
 def _write_files(new: Path, state, config_json: dict, config: ChannelConfig, picture) -> None:
-    from safetensors.torch import save_file
-
-    save_file(state, new / WEIGHTS, metadata={"format": "pt"})
-    text = json.dumps(config_json, indent=2, sort_keys=True, allow_nan=False)
-    (new / CONFIG).write_text(text + "\n", encoding="utf-8")
+    write_tensors(new / WEIGHTS, state)
+    write_json(new / CONFIG, config_json, exact=True, indent=2, sort_keys=True)
     config.save(new / CHANNELS)
     if callable(picture):
         picture(new / PICTURE)
     elif picture is not None:
-        shutil.copyfile(picture, new / PICTURE)
+        with replacing_file(new / PICTURE) as file:
+            shutil.copyfile(picture, file)
 
 
 # ---- is it what was saved? --------------------------------------------------------------------------------------
@@ -369,24 +361,3 @@ def _pruning(report: Any) -> dict[str, Any]:
     return {
         k: data[k] for k in ("model", "value", "total_value", "upper_bound", "rounds", "scores", "options") if k in data
     }
-
-
-def _versions() -> dict[str, str]:
-    import timm
-
-    from ..version import __version__
-
-    return {"timm-knapsack": __version__, "timm": timm.__version__, "torch": torch.__version__}
-
-
-def _json_safe(value: Any) -> Any:
-    """Plain data: what JSON can't say becomes text."""
-    if isinstance(value, Mapping):
-        return {str(key): _json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return [_json_safe(item) for item in (sorted(value, key=str) if isinstance(value, set) else value)]
-    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and value - value == 0):
-        return value
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    return str(value)

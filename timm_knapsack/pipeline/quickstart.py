@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import KnapsackError
+from ..slim.tensor_files import write_tensors
 
 MODEL = "cifar_resnet20"  # 32 × 32 images in, 41 MMACs; registered in timm by `import timm_knapsack`
 BUDGET = 0.4
@@ -86,7 +87,6 @@ def quickstart(
     """
     import timm
     import torch
-    from safetensors.torch import save_file
 
     import timm_knapsack as tk
 
@@ -119,7 +119,7 @@ def quickstart(
     )
     tk.finetune(base, None, train_loader, None, config)
     write_images(folder / "images")
-    save_file(base.state_dict(), folder / "base.safetensors")
+    write_tensors(folder / "base.safetensors", base.state_dict())
     top1 = {"original": tk.evaluate(base, test_loader)["top1"]}
     say(f"   top-1 on {len(test[0])} held-out images: {top1['original']:.2f} %")
 

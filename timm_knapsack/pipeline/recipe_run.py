@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError
+from ..files.plain_json import write_json
 from ..models.model_source import ModelSource
-from ..reports.run_record import RunRecord, write_json
+from ..reports.run_record import RunRecord
 from ..version import __version__
 from .recipe import Recipe, finetune_config
 

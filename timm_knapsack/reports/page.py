@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import KnapsackError
+from ..files.atomic import write_text
 from ..human_numbers import cost_text, human
 from .run_record import RunRecord
 
@@ -39,11 +40,7 @@ def write_report(folder: str | os.PathLike, out: str | os.PathLike | None = None
     out.mkdir(parents=True, exist_ok=True)
     record.pruning["layers"] = _in_network_order(record.pruning["layers"], folder)
     page, pictures = _page(record, stage_macs(folder), out)
-    path = out / "report.html"
-    temporary = out / ".report.html.part"
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
-    return [path, *pictures]
+    return [write_text(out / "report.html", page), *pictures]
 
 
 def stage_macs(folder: str | os.PathLike) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import KnapsackError
+from ..files.atomic import replacing_file
 from ..human_numbers import human
 
 KEPT, GONE, EXTRA, FAINT = (
@@ -55,7 +56,8 @@ def draw_kept_channels(layers: Sequence[Mapping[str, Any]], path: str | os.PathL
         axes.set_xlabel("output channels")
         axes.legend(loc="upper right", frameon=True)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, dpi=120, facecolor="white")
+        with replacing_file(path) as new:
+            figure.savefig(new, dpi=120, facecolor="white")
 
 
 def chart(
@@ -104,7 +106,8 @@ def chart(
         if len(series) > 1:
             axes.legend(frameon=False, fontsize=9)
         if path is not None:
-            figure.savefig(path, dpi=140, facecolor="white")
+            with replacing_file(path) as new:
+                figure.savefig(new, dpi=140, facecolor="white")
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     return _inline(text.getvalue(), title)

@@ -1,14 +1,12 @@
 """What happened to a pruned model, beside its weights: one JSON file, so that a later command can go on and report."""
 
-import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..errors import KnapsackError
+from ..files.plain_json import read_json, write_json
 
 FILE = "record.json"
 FORMAT = "timm-knapsack/record"
@@ -31,8 +29,10 @@ class RunRecord:
         command: how it was made.
 
     Example:
+        >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> RunRecord(evaluations=[{"what": "original", "top1": 93.4}]).save(folder)
+        >>> RunRecord(evaluations=[{"what": "original", "top1": 93.4}]).save(folder).name
+        'record.json'
         >>> RunRecord.load(folder).evaluations[0]["top1"]
         93.4
     """
@@ -77,41 +77,5 @@ class RunRecord:
         path = Path(folder) / FILE
         if not path.exists():
             return cls()
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise KnapsackError(f"{path} can't be read: {error}") from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise KnapsackError(f"{path} is not a record of timm-knapsack")
-        if data.get("version") != VERSION:
-            raise KnapsackError(f"{path} has version {data.get('version')!r}, this timm_knapsack reads {VERSION}")
+        data = read_json(path, "a record", format=FORMAT, version=VERSION)
         return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
-
-
-def write_json(path: Path, data: Any) -> Path:
-    """JSON that appears whole or not at all; infinite numbers become null, tensors and paths text."""
-    text = json.dumps(_plain(data), indent=1, allow_nan=False) + "\n"
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return path
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if value - value == 0 else None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        return _plain(value.item())
-    return str(value)

@@ -10,7 +10,6 @@ import json
 import operator
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ChannelConfigError
+from ..files.atomic import write_text
+from ..files.plain_json import to_json
 from .index_ranges import ranges_text, read_ranges
 
 FORMAT = "timm-knapsack/channel-config"
@@ -80,7 +81,7 @@ class ChannelConfig:
         return hash(self.to_json())
 
     def __reduce__(self):  # mapping proxies don't pickle or deep-copy; plain dicts do
-        widths, attributes, kept = (_plain(table) for table in (self.widths, self.attributes, self.kept))
+        widths, attributes, kept = (_thawed(table) for table in (self.widths, self.attributes, self.kept))
         return ChannelConfig, (self.base, widths, attributes, dict(self.base_args), self.name, kept)
 
     def renamed(self, name: str) -> "ChannelConfig":
@@ -116,7 +117,7 @@ class ChannelConfig:
         return data
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, sort_keys=True, allow_nan=False) + "\n"
+        return to_json(self.to_dict(), sort_keys=True)
 
     @classmethod
     def from_dict(cls, data: Any, source: str = "channel config") -> "ChannelConfig":
@@ -198,16 +199,7 @@ class ChannelConfig:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write sorted JSON; the file appears whole or not at all."""
-        path = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_text(path, self.to_json())
 
 
 def model_name(model: Any) -> str:
@@ -222,7 +214,7 @@ def model_name(model: Any) -> str:
     return name or type(model).__name__
 
 
-def _plain(table):
+def _thawed(table):
     return {outer: dict(inner) for outer, inner in table.items()}
 
 

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from ..errors import CheckpointError, DataError, TrainingError
-from .checkpoints import Checkpoint, first_difference, read_checkpoint, settle, write_checkpoint
+from ..files.atomic import settle
+from .checkpoints import Checkpoint, first_difference, read_checkpoint, write_checkpoint
 from .config import FinetuneConfig
 from .distillation import DistillationModule
 from .epoch_batches import EpochBatches, seed_all

@@ -28,6 +28,7 @@ from ..slim.channel_config import model_name
 from ..slim.channel_groups import ChannelGroups
 from ..slim.copying import named_tensors
 from ..slim.modes import eval_mode
+from ..slim.tensor_files import write_tensors
 
 CRITERIA = ("abs", "sum", "taylor_bn", "magnitude", "random")
 FORMAT = "timm-knapsack/scores"
@@ -51,17 +52,8 @@ class Scores(dict):
 
     def save(self, path: str | os.PathLike) -> None:
         """Write to safetensors; the file appears whole or not at all."""
-        from safetensors.torch import save_file
-
         about = {"criterion": self.criterion, "model": self.model, "data": self.data, "samples": self.samples}
-        temporary = f"{os.fspath(path)}.part"
-        try:
-            tensors = {name: values.contiguous() for name, values in self.items()}
-            save_file(tensors, temporary, metadata={"format": FORMAT, "about": json.dumps(about, sort_keys=True)})
-            os.replace(temporary, path)
-        finally:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
+        write_tensors(path, self, {"format": FORMAT, "about": json.dumps(about, sort_keys=True)})
 
     @classmethod
     def load(cls, path: str | os.PathLike, groups: ChannelGroups | None = None) -> "Scores":

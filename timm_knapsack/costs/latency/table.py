@@ -7,9 +7,8 @@ fitted to it when a cost is asked for, so a better fit needs no new measurement.
 import hashlib
 import json
 import os
-import platform
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,9 +20,11 @@ from torch import nn
 
 from ...channels.find_groups import find_channel_groups
 from ...errors import LatencyError
+from ...files.atomic import write_text
+from ...files.plain_json import read_json
+from ...files.versions import versions
 from ...slim.channel_config import model_name
 from ...slim.channel_groups import ChannelGroups
-from ...version import __version__
 from .conditions import MeasuringConditions
 from .cost import LatencyCost, on_stairs
 from .layer_timing import Conditions, device_name
@@ -76,14 +77,8 @@ class LatencyTable:
         Args:
             elsewhere: the table may come from another machine; times are then predicted and not measured.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise LatencyError(f"latency table {path}: {error.strerror}; LatencyTable.measure(…) makes one") from None
-        except ValueError as error:
-            raise LatencyError(f"latency table {path} is not JSON: {error}") from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != 1:
-            raise LatencyError(f"{path} is not a latency table of version 1; measure it again")
+        advice = "LatencyTable.measure(…) makes one"
+        data = read_json(path, "a latency table", format=FORMAT, version=1, error=LatencyError, advice=advice)
         try:
             fields = {name: data[name] for name in cls._saved}
             fields["conditions"] = Conditions.from_dict(fields["conditions"])
@@ -102,11 +97,9 @@ class LatencyTable:
         data = {"format": FORMAT, "version": 1, **{name: getattr(self, name) for name in self._saved}}
         data["conditions"] = self.conditions.to_dict()
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
         lines = [f'"{key}": {json.dumps(value)}' for key, value in data.items() if key != "visits"]
         visits = ",\n  ".join(json.dumps(visit) for visit in self.visits)
-        unfinished.write_text("{\n" + ",\n".join(lines) + f',\n"visits": [\n  {visits}\n]\n}}\n')
-        os.replace(unfinished, path)
+        write_text(path, "{\n" + ",\n".join(lines) + f',\n"visits": [\n  {visits}\n]\n}}\n')
 
     # ---- measuring
 
@@ -157,7 +150,7 @@ class LatencyTable:
                 shapes=_digest(groups),
                 conditions=conditions,
                 layers=[],
-                versions=_versions(),
+                versions=versions("torch", "timm", "timm_knapsack", "python"),
                 date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             )
         table.clock = clock
@@ -288,9 +281,9 @@ class LatencyTable:
                     f"{'call torch.set_num_threads, ' if what == 'threads' else ''}or take its word with "
                     "LatencyTable.load(path, elsewhere=True)"
                 )
-        if self.versions.get("torch") != torch.__version__:
-            then = self.versions.get("torch")
-            warnings.warn(f"latency table: measured with torch {then}, now {torch.__version__}", stacklevel=3)
+        then, now = self.versions.get("torch"), versions("torch")["torch"]
+        if then != now:
+            warnings.warn(f"latency table: measured with torch {then}, now {now}", stacklevel=3)
 
 
 def _knots(widths: np.ndarray) -> np.ndarray:
@@ -326,10 +319,3 @@ def _calibrated(predicted: np.ndarray, totals: np.ndarray, trust: np.ndarray) ->
 def _digest(groups: ChannelGroups) -> str:
     text = json.dumps([sorted((n, list(s)) for n, s in groups.shapes.items()), [(g.name, g.size) for g in groups]])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _versions() -> Mapping[str, str]:
-    import timm
-
-    ours = {"timm_knapsack": __version__, "python": platform.python_version()}
-    return {"torch": torch.__version__, "timm": timm.__version__, **ours}
