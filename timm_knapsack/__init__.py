@@ -1,14 +1,12 @@
 """timm_knapsack: prune any timm image model to a budget, exactly, and get an ordinary timm model back.
 
-Importing it makes ``timm.create_model`` know the pruned models; everything else is loaded on first use.
+Importing it makes ``timm.create_model`` know the pruned models, whichever of the two is imported first; everything else
+is loaded on first use, torch and timm included.
 """
 
-from ._torchvision_operators import declare_missing_operators
-
-declare_missing_operators()  # before anything imports timm
-
-from .errors import BudgetError, ChannelConfigError, KnapsackError  # noqa: E402
-from .version import __version__  # noqa: E402
+from ._registration import register_with_timm
+from .errors import BudgetError, ChannelConfigError, KnapsackError
+from .version import __version__
 
 # Public name → the module it lives in, in the order in which a user meets them.
 _HOME = {
@@ -53,9 +51,8 @@ def __getattr__(name):
     return value
 
 
-# Registering models is what the import is for.
-from .models import cifar_resnet, pruned_models  # noqa: E402, F401
-
-
 def __dir__():
     return sorted(__all__)
+
+
+register_with_timm()

@@ -39,14 +39,16 @@ class _BeforeTorchvision:
 
     def find_spec(self, name, path=None, target=None):
         if name == "torchvision":
-            sys.meta_path.remove(self)
+            if self in sys.meta_path:  # find_spec is also called by those who only ask, in any thread
+                sys.meta_path.remove(self)
             declare_missing_operators()
         return None
 
 
 def install_hook() -> None:
     """Declare the operators only when something imports torchvision: start-up costs nothing."""
-    sys.meta_path.insert(0, _BeforeTorchvision())
+    if not any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _BeforeTorchvision())
 
 
 def declare_missing_operators() -> bool:
