@@ -4,6 +4,8 @@ Importing it makes ``timm.create_model`` know the pruned models, whichever of th
 is loaded on first use, torch and timm included.
 """
 
+from importlib import import_module
+
 from ._registration import register_with_timm
 from .errors import BudgetError, ChannelConfigError, KnapsackError
 from .version import __version__
@@ -44,8 +46,6 @@ __all__ = ["BudgetError", "ChannelConfigError", "KnapsackError", "__version__", 
 def __getattr__(name):
     if name not in _HOME:
         raise AttributeError(f"module 'timm_knapsack' has no attribute {name!r}")
-    from importlib import import_module
-
     value = getattr(import_module(f".{_HOME[name]}", __name__), name)
     globals()[name] = value
     return value

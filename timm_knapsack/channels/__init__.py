@@ -1,4 +1,5 @@
 """Room channels: which channels hang together.
 
-In: a model. Out: channel groups with every slice of every parameter they own, verified, and what is frozen, with why.
+In: a model.
+Out: channel groups with every slice of every parameter they own, verified, and what is frozen, with why.
 """

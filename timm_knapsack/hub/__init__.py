@@ -1,4 +1,5 @@
 """Room hub: saving and publishing.
 
-In: a pruned model or result. Out: a folder that ``timm.create_model`` reads, its model card, a commit on the Hub.
+In: a pruned model or result.
+Out: a folder that ``timm.create_model`` reads, its model card, a commit on the Hub.
 """

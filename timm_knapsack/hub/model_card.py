@@ -11,7 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import timm
+from torch import nn
+
+from ..costs.counted import count_macs, count_params
 from ..errors import HubError
+from ..models.pruned_models import pruned_model_config
+from ..models.rebuild import base_on_meta, model_args_of, resized
 from ..slim.channel_config import ChannelConfig
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
@@ -84,10 +90,6 @@ def named_model_card(name: str):
         >>> str(named_model_card("resnet50_knapsack_2g")).splitlines()[0]
         '---'
     """
-    import timm
-
-    from ..models.pruned_models import pruned_model_config
-
     config = pruned_model_config(name)
     cfg = timm.get_pretrained_cfg(name)
     weights = bool(cfg.has_weights)
@@ -104,9 +106,6 @@ def named_model_card(name: str):
 
 def counted_costs(config: ChannelConfig, model=None) -> list[dict[str, Any]]:
     """MACs and parameters of the base and of the pruned network, counted on the meta device."""
-    from ..costs.counted import count_macs, count_params
-    from ..models.rebuild import base_on_meta, model_args_of, resized
-
     base = base_on_meta(config, {**config.base_args, **(model_args_of(model) if model is not None else {})})
     slim = resized(base, config) if model is None else model
     return [
@@ -247,10 +246,6 @@ def layer_widths(config: ChannelConfig) -> list[tuple[str, int, int]]:
         >>> layer_widths(config)[:2]
         [('conv1', 64, 64), ('layer1.0.conv1', 64, 9)]
     """
-    from torch import nn
-
-    from ..models.rebuild import base_on_meta
-
     layers = []
     for name, module in base_on_meta(config).named_modules():
         if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):

@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointError, HubError, KnapsackError
 from ..files.atomic import replacing_file, replacing_folder, write_text
@@ -252,8 +254,6 @@ def _write_files(new: Path, state, config_json: dict, config: ChannelConfig, pic
 
 
 def _verify(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
-    import timm
-
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # a run in progress must not notice
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
         for name, tensor in loaded.state_dict().items():
@@ -282,8 +282,6 @@ def _verify(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None
 
 
 def _close(a: Any, b: Any) -> bool:
-    from torch.utils._pytree import tree_leaves
-
     pairs = [(x, y) for x, y in zip(tree_leaves(a), tree_leaves(b), strict=False) if isinstance(x, Tensor)]
     return all(
         x.shape == y.shape

@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageOps
+from timm.data import create_transform, resolve_data_config
+from timm.data.auto_augment import AugmentOp, posterize
 from torch import nn
+from torchvision.transforms import Compose
 
 from ..errors import DataError
 from .sampling import SampleRandomness
@@ -115,8 +118,6 @@ class Preprocessing:
         cls, model_or_config: nn.Module | Mapping[str, Any], input_size: int | Sequence[int] | None = None
     ) -> "Preprocessing":
         """From a timm model, or from a mapping such as its ``pretrained_cfg``; ``input_size`` overrides either."""
-        from timm.data import resolve_data_config
-
         if isinstance(model_or_config, nn.Module):
             config = dict(getattr(model_or_config, "pretrained_cfg", None) or {})
             channels = getattr(model_or_config, "in_chans", None)
@@ -152,8 +153,6 @@ def _fit_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
 
 def _mend_posterize(augment) -> None:
     """Let timm's policies keep 0 bits, as they do at full strength: Pillow 13 refuses, before it gave a black image."""
-    from timm.data.auto_augment import AugmentOp, posterize
-
     waiting = list(augment.transforms)
     while waiting:
         item = waiting.pop()
@@ -190,8 +189,6 @@ class Transform:
 
     @cached_property
     def _steps(self):
-        from timm.data import create_transform
-
         config, augmentation = self.preprocessing, self.augmentation
         common = {"input_size": config.input_size, "mean": config.mean, "std": config.std}
         if augmentation is None or self.crop == "none":
@@ -219,8 +216,6 @@ class Transform:
             reason = str(error) or type(error).__name__
             raise DataError(f"timm can't build this augmentation: {reason}; {augmentation}") from error
         _mend_posterize(second)
-        from torchvision.transforms import Compose
-
         return Compose([*([] if self.crop == "pad" else [first]), second, last])
 
     @property

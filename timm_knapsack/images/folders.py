@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+from timm.utils.misc import natural_key
 
 from ..errors import DataError
 from .sources import SPLITS, FolderImages, ImageSource, choose_split
@@ -51,7 +52,6 @@ def find_splits(folder: Path) -> list[str]:
 
 def scan_folder(folder: Path, name: str) -> ImageSource:
     """All images below a folder, sorted, with the classes of their folders."""
-    from timm.utils.misc import natural_key
 
     def stop(error: OSError):
         raise _unreadable(Path(error.filename), error)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from timm.data import create_dataset
 from torch import nn
 
 from ..errors import DataError
@@ -223,8 +224,6 @@ def _open_timm(name: str, config: DataConfig) -> ImageSource | ImageStream:
         return open_images(rest, replace(config, streaming=config.streaming or kind == "hfids"))
     if kind in ("tfds", "wds"):
         raise DataError(f"timm:{name} comes in no fixed order, so training could not be resumed; use datasets instead")
-    from timm.data import create_dataset
-
     split = config.split or ("train" if config.training else "validation")
     try:
         dataset = create_dataset(name, root=None if config.root is None else str(config.root), split=split)

@@ -1,4 +1,5 @@
 """Room knapsack: the pure solver, numpy only.
 
-In: values, weights, a capacity. Out: the best choice, and a bound that certifies it.
+In: values, weights, a capacity.
+Out: the best choice, and a bound that certifies it.
 """

@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
+from timm import list_models
 from timm.models import PretrainedCfg, is_model
 
 from ..errors import ChannelConfigError
@@ -18,10 +20,6 @@ def check_base(base: str) -> None:
     """An error with near names if timm has no such model."""
     if is_model(base):
         return
-    from difflib import get_close_matches
-
-    from timm import list_models
-
     near = get_close_matches(base, list_models(), n=3)
     hint = f"; did you mean {', '.join(near)}?" if near else "; a newer timm, or the package that registers it, may"
     raise ChannelConfigError(f"timm has no model {base[:80]!r}{hint}")

@@ -2,11 +2,16 @@
 
 import difflib
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
+import timm
+import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from ..errors import CheckpointError, KnapsackError
@@ -57,8 +62,6 @@ class ModelSource:
 
     def load(self) -> nn.Module:
         """The network with its weights, on the CPU, in ``eval()`` mode."""
-        import timm
-
         self.check()
         wanted = (self.pretrained or self.is_folder) and self.weights is None
         if wanted and not self.is_folder:
@@ -86,9 +89,6 @@ class ModelSource:
 
     def on_meta(self) -> nn.Module:
         """The architecture without memory for its weights."""
-        import timm
-        import torch
-
         self.check()
         if self.is_folder:
             return self.load().to("meta")
@@ -100,10 +100,6 @@ class ModelSource:
 
     def check(self) -> None:
         """An error if there is no such model, with the nearest names."""
-        import timm
-
-        from . import cifar_resnet, pruned_models  # noqa: F401  (they register their models)
-
         if self.name.startswith("local-dir:"):
             folder = Path(self.name.removeprefix("local-dir:"))
             if not (folder / "config.json").is_file():
@@ -138,12 +134,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike) -> None:
     path = Path(path)
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
             state = load_file(path)
         else:
-            import torch
-
             state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"there is no weights file {path}") from None
@@ -172,9 +164,6 @@ def load_weights(model: nn.Module, path: str | os.PathLike) -> None:
 
 def prefer_cache_when_offline() -> None:
     """Without a network the Hub client retries for a minute before it looks into its cache: tell it at once."""
-    import socket
-    from urllib.parse import urlparse
-
     from huggingface_hub import constants
 
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):

@@ -30,6 +30,8 @@ from torch import nn
 
 from ..errors import ChannelConfigError
 from ..slim.channel_config import ChannelConfig
+from .foreign_config import check_base
+from .rebuild import build_pruned, weightless_cfg
 
 __all__ = ["register_pruned_model"]  # a list: register_model appends every entrypoint
 
@@ -85,8 +87,6 @@ def knapsack_pruned(pretrained: bool = False, channels: Mapping[str, Any] | None
         )
     if not isinstance(channels, ChannelConfig):
         channels = ChannelConfig.from_dict(channels, "channels")
-    from .rebuild import build_pruned
-
     return build_pruned(GENERIC, channels, pretrained, **kwargs)
 
 
@@ -129,8 +129,6 @@ def pruned_model_config(name: str) -> ChannelConfig:
 
 def _register(config: ChannelConfig, weights: Mapping[str, Mapping[str, Any]] | None, trusted: bool) -> str:
     if not is_model(config.base):
-        from .foreign_config import check_base
-
         check_base(config.base)
     config = config.architecture()
     if config.name is None:
@@ -145,8 +143,6 @@ def _register(config: ChannelConfig, weights: Mapping[str, Mapping[str, Any]] | 
     default_cfgs.update(generate_default_cfgs(cfgs))
 
     def entrypoint(pretrained: bool = False, **kwargs) -> nn.Module:
-        from .rebuild import build_pruned
-
         return build_pruned(name, config, pretrained, trusted=trusted, **kwargs)
 
     entrypoint.__name__ = entrypoint.__qualname__ = name
@@ -160,8 +156,6 @@ def _register(config: ChannelConfig, weights: Mapping[str, Mapping[str, Any]] | 
 
 
 def _pretrained_cfg(config: ChannelConfig, fields: Mapping[str, Any]) -> PretrainedCfg:
-    from .rebuild import weightless_cfg
-
     known = {field.name for field in dataclasses.fields(PretrainedCfg)}
     unknown = sorted(set(fields) - known)
     if unknown:

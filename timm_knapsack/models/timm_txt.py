@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import timm.models
 import torch
 from torch import nn
 
@@ -69,8 +70,6 @@ def config_from_timm_txt(text: str, base: str, name: str | None = None) -> Chann
 
 def load_timm_txt(variant: str, base: str, name: str | None = None) -> ChannelConfig:
     """The same for one of the files inside the installed timm, such as ``ecaresnet50d_pruned``."""
-    import timm.models
-
     path = Path(timm.models.__file__).parent / "_pruned" / f"{variant}.txt"
     try:
         return config_from_timm_txt(path.read_text(encoding="utf-8"), base, name)

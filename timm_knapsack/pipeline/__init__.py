@@ -1,4 +1,5 @@
 """Room pipeline: the whole job.
 
-In: a recipe, or a command's options. Out: a folder for each stage, the last of them a published-ready model.
+In: a recipe, or a command's options.
+Out: a folder for each stage, the last of them a published-ready model.
 """

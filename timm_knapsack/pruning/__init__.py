@@ -1,4 +1,5 @@
 """Room pruning: the choice.
 
-In: values, costs, a budget. Out: widths that fit, the model cut to them, and a report of what was asked and counted.
+In: values, costs, a budget.
+Out: widths that fit, the model cut to them, and a report of what was asked and counted.
 """

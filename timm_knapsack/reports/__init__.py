@@ -1,4 +1,5 @@
 """Room reports: what happened, for people.
 
-In: the record of a run. Out: one HTML page and its pictures.
+In: the record of a run.
+Out: one HTML page and its pictures.
 """

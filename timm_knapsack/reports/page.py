@@ -4,6 +4,7 @@ No script, no font and no picture is loaded from anywhere; it follows the reader
 are plain HTML, so that they can be read on a phone.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -11,9 +12,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
 from ..errors import KnapsackError
 from ..files.atomic import write_text
 from ..human_numbers import cost_text, human
+from ..models.rebuild import base_on_meta
+from ..slim.channel_config import ChannelConfig
+from ..slim.cutting import resize_model
+from .pictures import EXTRA, FAINT, GONE, KEPT, chart, draw_kept_channels
 from .run_record import RunRecord
 
 STYLE = Path(__file__).with_name("report.css")
@@ -53,19 +62,12 @@ def stage_macs(folder: str | os.PathLike) -> list[dict[str, Any]]:
     base, config, size = _architecture(Path(folder))
     if base is None:
         return []
-    from ..slim.cutting import resize_model
-
     before, after = _macs_by_stage(base, size), _macs_by_stage(resize_model(base, config), size)
     return [{"stage": name, "original": macs, "counted": after.get(name, 0)} for name, macs in before.items() if macs]
 
 
 def _architecture(folder: Path) -> tuple[Any, Any, Sequence[int]]:
     """The base on the meta device, the channel config and the input size; Nones where the folder has no model."""
-    import json
-
-    from ..models.rebuild import base_on_meta
-    from ..slim.channel_config import ChannelConfig
-
     if not (folder / "channels.json").exists():
         return None, None, ()
     config = ChannelConfig.load(folder / "channels.json")
@@ -82,10 +84,6 @@ def _in_network_order(layers: Sequence[Mapping[str, Any]], folder: Path) -> list
 
 
 def _macs_by_stage(model, size: Sequence[int]) -> dict[str, int]:
-    import torch
-    from torch import nn
-    from torch.utils.flop_counter import FlopCounterMode
-
     stages = []
     for name, child in model.named_children():
         inner = [n for n, _ in child.named_children()] if isinstance(child, (nn.Sequential, nn.ModuleList)) else []
@@ -263,8 +261,6 @@ def _details(record: RunRecord) -> str:
 def _charts(record: RunRecord, out: Path) -> tuple[str, list[Path]]:
     if find_spec("matplotlib") is None:
         return "<p>Charts need matplotlib: pip install 'timm-knapsack[report]'</p>", []
-    from .pictures import EXTRA, FAINT, GONE, KEPT, chart, draw_kept_channels
-
     pictures = [out / "kept_channels.png", out / "kept_channels.svg"]
     for path in pictures:
         draw_kept_channels(record.pruning["layers"], path)

@@ -1,4 +1,5 @@
 """Room slim: the only place that cuts weights.
 
-In: a model, its channel groups, which units stay (or a ChannelConfig alone). Out: a smaller ordinary model.
+In: a model, its channel groups, which units stay (or a ChannelConfig alone).
+Out: a smaller ordinary model.
 """

@@ -1,4 +1,5 @@
 """Room training: distillation, fine-tuning, evaluation.
 
-In: a student, its teacher, loaders, a config. Out: the tuned student, checkpoints that resume exactly, accuracies.
+In: a student, its teacher, loaders, a config.
+Out: the tuned student, checkpoints that resume exactly, accuracies.
 """

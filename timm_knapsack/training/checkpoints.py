@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from ..errors import CheckpointError
 from ..files.atomic import replacing_folder
@@ -76,9 +78,6 @@ def write_checkpoint(
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint folder; a damaged or foreign one is a ``CheckpointError`` that names the file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     path = Path(path)
     state = _read_state(path)
     tensors, optimizer = {}, None

@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..errors import TrainingError
+from ..images.sampling import EpochLoader, resume_at
 
 _logger = logging.getLogger(__name__)
 
@@ -111,8 +112,6 @@ class EpochBatches:
         if isinstance(self.loader, Sequence):
             return self.loader[start:], start
         if self.is_torch and self.has_epochs:
-            from ..images.sampling import EpochLoader, resume_at
-
             if isinstance(self.original, EpochLoader):
                 return resume_at(self.loader, epoch, start), start
             from accelerate import skip_first_batches

@@ -7,6 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from timm.data import Mixup
+from timm.optim import create_optimizer_v2, param_groups_weight_decay
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ModelEmaV3
 from torch import nn
 
 from ..errors import TrainingError
@@ -30,7 +34,6 @@ def check_accelerator(accelerator: Any, config: FinetuneConfig) -> None:
 
 def build_optimizer(module: DistillationModule, config: FinetuneConfig) -> torch.optim.Optimizer:
     """timm's optimiser; biases and norms are not decayed, and the ``M_l`` have a weight decay of their own."""
-    from timm.optim import create_optimizer_v2, param_groups_weight_decay
 
     def parameter_groups(module: DistillationModule) -> list[dict[str, Any]]:
         never = getattr(module.student, "no_weight_decay", set)()
@@ -50,8 +53,6 @@ def build_optimizer(module: DistillationModule, config: FinetuneConfig) -> torch
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: FinetuneConfig, updates_per_epoch: int) -> Any:
     """timm's schedule, stepped after every update; None for a constant learning rate."""
-    from timm.scheduler import create_scheduler_v2
-
     if config.scheduler == "constant":
         return None
     try:
@@ -73,8 +74,6 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: FinetuneConfig, up
 
 def build_mixing(config: FinetuneConfig, classes: int) -> Any:
     """timm's mixup and cutmix, or None; smoothing is left to the loss, which does it for soft targets too."""
-    from timm.data import Mixup
-
     if not config.mixup and not config.cutmix:
         return None
     return Mixup(config.mixup, config.cutmix, prob=config.mix_prob, label_smoothing=0.0, num_classes=classes)
@@ -82,8 +81,6 @@ def build_mixing(config: FinetuneConfig, classes: int) -> Any:
 
 def build_average(student: nn.Module, config: FinetuneConfig) -> Any:
     """An exponential moving average of the bare student (``M_l``, DDP and autocast wrappers stay outside), or None."""
-    from timm.utils import ModelEmaV3
-
     if config.ema_decay is None:
         return None
     return ModelEmaV3(student, decay=config.ema_decay, use_warmup=config.ema_warmup)
