@@ -51,7 +51,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Import:
-    """One import of one module: ``values.taylor`` → ``slim.copying``, or → ``torch`` with ``ours`` False."""
+    """One import of one module: ``values.scores`` → ``slim.channel_groups``, or → ``torch`` with ``ours`` False."""
 
     module: str
     target: str

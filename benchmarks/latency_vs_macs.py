@@ -28,7 +28,7 @@ from real_networks import NETWORKS
 from scipy.optimize import isotonic_regression
 
 import timm_knapsack as tk
-from timm_knapsack.costs.counted import Cost
+from timm_knapsack.costs.cost import Cost
 from timm_knapsack.costs.latency.plan import find_timed_layers
 from timm_knapsack.costs.latency.table import LatencyTable, compare_latency, device_name
 from timm_knapsack.pruning.width_search import ladder, search_widths
@@ -67,12 +67,10 @@ def linear_time(groups, cost, layers) -> LinearTime:
 
 
 def linear_keep(groups, scores, time, fraction):
-    ladders = [ladder(scores[group.name].numpy(), 1, group.size, 1) for group in groups]
+    ladders = [ladder(scores.ladder(group), 1, group.size, 1) for group in groups]
     solution = search_widths(ladders, [time], {"latency": fraction * time.at(groups.sizes)})
-    return {
-        group.name: scores[group.name].argsort(descending=True, stable=True)[:count].sort().values
-        for group, count in zip(groups, solution.counts, strict=True)
-    }
+    rungs = zip(groups, ladders, solution.counts, strict=True)
+    return {group.name: torch.from_numpy(rung.units(count)) for group, rung, count in rungs}
 
 
 def main():

@@ -68,7 +68,7 @@ def main() -> int:
         groups = tk.find_channel_groups(model)
         scores, cost = noisy_magnitudes(model, groups), macs_cost(groups)
         total = sum(float(values.sum()) for values in scores.values())
-        ladders = [ladder(scores[group.name].numpy(), 1, group.size, 1) for group in groups]
+        ladders = [ladder(tk.Scores(scores).ladder(group), 1, group.size, 1) for group in groups]
         for fraction in FRACTIONS:
             budget = fraction * cost.at(groups.sizes)
             ours = search_widths(ladders, [cost], {"macs": budget})

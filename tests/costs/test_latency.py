@@ -618,14 +618,14 @@ def test_time_and_parameters_together(model, groups, scores, table):
 
 def test_the_report_tells_every_layer(model, groups, scores, table):
     result = tk.prune(model, scores=scores, groups=groups, budget=tk.Budget(latency=0.5, table=table))
-    times = {line.name: line for line in result.report.times}
+    times = {line.name: line for line in result.report.layer_costs["latency"]}
     modules = dict(result.model.named_modules())
     assert list(times) == table.layers
     for name, line in times.items():
         assert line.original == pytest.approx(linear_device(model.get_submodule(name)))
         assert line.measured == pytest.approx(linear_device(modules[name]))
         assert line.predicted == pytest.approx(line.measured, rel=0.1)
-    assert result.report.to_dict()["times"][0]["name"] == "stem"
+    assert result.report.to_dict()["layer_costs"]["latency"][0]["name"] == "stem"
 
 
 def test_the_choice_is_near_the_certificate(model, groups, scores, table):

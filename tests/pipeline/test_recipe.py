@@ -41,8 +41,8 @@ def test_recipe_is_read_and_says_what_the_paper_reports(path):
     recipe = Recipe.load(path)
     assert recipe.name == path.stem
     assert recipe.paper["top1"] > 69
-    if recipe.budget.macs:
-        assert recipe.budget.macs == recipe.paper["macs"]
+    if "macs" in recipe.budget:
+        assert recipe.budget["macs"] == recipe.paper["macs"]
     inner = recipe.finetune["distillation"]["ikd_weight"]
     assert inner == 0 if "efficientnet" in path.stem else 20 <= inner <= 30
 
@@ -54,8 +54,8 @@ def test_dry_run(path):
     macs = facts["costs"][0]
     assert macs["asked"] * 0.97 <= macs["counted"] <= macs["asked"]
     assert np.isfinite(facts["loss"])
-    if recipe.budget.macs:
-        assert macs["asked"] == recipe.budget.macs
+    if "macs" in recipe.budget:
+        assert macs["asked"] == recipe.budget["macs"]
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
@@ -77,8 +77,8 @@ def test_accelerate_reads_the_config(path):
         ({"model": {"name": "a", "pretrained": "yes"}}, "model.pretrained is 'yes', expected true or false"),
         ({"score": {"images": "many"}}, "score.images is 'many', expected a whole number or nothing"),
         ({"budget": {"macs": 1.5}}, "budget macs=1.5"),
-        ({"budget": {"macs": "half"}}, "budget.macs is 'half', expected a number or nothing"),
-        ({"budget": {}}, "at least one of macs, params and latency"),
+        ({"budget": {"macs": "half"}}, "budget macs='half' is not a number"),
+        ({"budget": {}}, "at least one of macs, params, latency"),
         ({"finetune": {"epoch": 3}}, "unknown key 'epoch' in finetune; did you mean 'epochs'?"),
         ({"finetune": {"distillation": {"ikd_wieght": 3}}}, "did you mean 'ikd_weight'?"),
         ({"finetune": {"epochs": 0}}, "finetune: epochs must be a whole number at least 1"),
@@ -95,7 +95,7 @@ def test_a_wrong_recipe_names_key_and_value(changes, words):
 def test_numbers_in_the_way_people_write_them(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(SMALL).replace("macs: 0.5", "macs: 1.17e9"))
-    assert Recipe.load(path).budget.macs == 1.17e9
+    assert Recipe.load(path).budget["macs"] == 1.17e9
 
 
 def test_not_yaml_and_not_there(tmp_path):

@@ -40,7 +40,7 @@ def test_limits_are_fractions_of_the_original_or_absolute(asked, limits):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "at least one of macs, params and latency"),
+        ({}, "at least one of macs, params, latency and activations"),
         ({"macs": 0}, "leaves nothing"),
         ({"macs": -0.5}, "leaves nothing"),
         ({"params": 0.0}, "params=0.0 leaves nothing"),

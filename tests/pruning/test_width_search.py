@@ -10,16 +10,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from timm_knapsack.costs.counted import ProductCost
 from timm_knapsack.pruning import width_search
-from timm_knapsack.pruning.width_search import Ladder, ladder, search_widths
-from timm_knapsack.slim.channel_groups import CostTerm, Count
+from timm_knapsack.pruning.width_search import search_widths
+from timm_knapsack.slim.channel_groups import ChannelGroup, CostTerm, Count
+from timm_knapsack.values.group_values import Ladder
+from timm_knapsack.values.scores import Scores
 
 GAP = {1: 0.03, 2: 0.05}  # by number of costs
 MEAN_GAP = {1: 0.0005, 2: 0.001}  # which problems hypothesis draws, and how often one, depends on what else is loaded
+
+
+def ladder(values, least, most, step):
+    """What a group with these scores offers."""
+    whole = Scores({"g": torch.as_tensor(values)}).ladder(ChannelGroup("g", len(values), ()))
+    return width_search.ladder(whole, least, most, step)
 
 
 def chain(name, sizes, constants, fixed=0):
@@ -212,7 +221,7 @@ def test_ladders(size, least, most, step, counts):
 
 
 def test_the_checks_can_fail():
-    ladders = [Ladder(np.array([1, 2, 3]), np.array([1.0, 3.0, 4.0]))] * 2
+    ladders = [Ladder(np.array([1, 2, 3]), np.array([1.0, 3.0, 4.0]), np.arange(3))] * 2
     cost = chain("macs", [3, 3], [1, 1])
     limits = {"macs": cost.at([2, 3])}
     good = search_widths(ladders, [cost], limits)

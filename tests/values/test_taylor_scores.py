@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import timm_knapsack as tk
 from timm_knapsack.errors import KnapsackError, ScoreError
-from timm_knapsack.values.taylor import check_scores
+from timm_knapsack.values.scores import check_scores
 
 
 def each(n):

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import first_line
 from ..slim.attributes import is_standard_layer
-from ..slim.channel_groups import Attribute, ChannelGroups, CostTerm, Count, fold
+from ..slim.channel_groups import Attribute, ChannelGroups, CostTerm, Count, MapTerm, fold
 from ..slim.cutting import kept_indices, slice_model
 from .coupling import couple
 from .grouping import groups_of
@@ -164,6 +164,9 @@ def _without(groups: ChannelGroups, refused: dict[int, str]) -> ChannelGroups:
     attributes = (
         fold(Attribute, (a.module, a.path), a.constant, [narrowed(c) for c in a.counts]) for a in groups.attributes
     )
+    maps = groups.maps
+    if maps is not None:
+        maps = tuple(fold(MapTerm, (m.first, m.last), m.constant, [narrowed(c) for c in m.counts]) for m in maps)
     return ChannelGroups(
         groups=tuple(group for i, group in enumerate(groups) if i not in refused),
         frozen={**groups.frozen, **{groups[i].name: reason for i, reason in refused.items()}},
@@ -171,4 +174,5 @@ def _without(groups: ChannelGroups, refused: dict[int, str]) -> ChannelGroups:
         attributes=tuple(a for a in attributes if a.counts),
         shapes=groups.shapes,
         input_shape=groups.input_shape,
+        maps=maps,
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..slim.attributes import holders, is_standard_layer
-from ..slim.channel_groups import Attribute, ChannelGroup, ChannelGroups, CostTerm, Count, Slice, fold
+from ..slim.channel_groups import Attribute, ChannelGroup, ChannelGroups, CostTerm, Count, MapTerm, Slice, fold
 from ..slim.copying import named_tensors
 from .coupling import Coupling, couple
 from .labels import Axis, Labels, Use
@@ -83,6 +83,7 @@ def groups_of(model: nn.Module, shadow: nn.Module, trace: Trace, inputs: tuple) 
         attributes=tuple(_attributes(bound, counts)),
         shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
         input_shape=tuple(inputs[0].shape) if inputs and isinstance(inputs[0], Tensor) else None,
+        maps=_maps(trace, coupling.component, group_of, number_of, [group.size for group in groups]),
     )
 
 
@@ -162,6 +163,40 @@ def _counts(columns: _Columns, parts, number_of) -> list[Count]:
         Count(labels.size - sum(n for *_, n in units[c]), tuple((g, width) for g, width, _ in units[c]))
         for c, labels in enumerate(columns.labels)
     ]
+
+
+def _maps(trace: Trace, component, group_of, number_of, sizes) -> tuple[MapTerm, ...] | None:
+    """The maps as functions of the widths; None where one holds some units of a group and not others."""
+    counts: dict[int, Count | None] = {}
+    terms = []
+    for (constant, dims), first, last in trace.maps.lives():
+        own = []
+        for axis in (axis for dim in dims for axis in dim):
+            if axis.labels is None:
+                constant *= axis.size
+                continue
+            if id(axis.labels) not in counts:
+                counts[id(axis.labels)] = _count_in_axis(component[axis.labels], group_of, number_of, sizes)
+            own.append(counts[id(axis.labels)])
+        if None in own:
+            return None
+        terms.append(fold(MapTerm, (first, last), constant, own))
+    return tuple(terms)
+
+
+def _count_in_axis(components: np.ndarray, group_of, number_of, sizes) -> Count | None:
+    units, often = np.unique(components, return_counts=True)
+    groups = group_of[units]
+    fixed, kept = 0, []
+    for group in np.unique(groups).tolist():
+        members = often[groups == group]
+        if group not in number_of:
+            fixed += int(members.sum())
+        elif len(members) != sizes[number_of[group]] or members.min() != members.max():
+            return None
+        else:
+            kept.append((number_of[group], int(members[0])))
+    return Count(fixed, tuple(kept))
 
 
 def _frozen_layers(tensors, trace, labels, coupling, roles, owners) -> dict[str, str]:

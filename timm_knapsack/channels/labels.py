@@ -115,6 +115,21 @@ class Labels:
         """Values at different indices of these axes are combined by a norm or the like."""
         self.mixed.extend(axis.labels for axis in axes if axis.labels is not None)
 
+    def count_macs(self, dims: list[Dim], constant: int = 1) -> None:
+        """What an op costs: every index of its outputs times every index it sums over, times a constant."""
+        axes = []
+        for axis in (axis for dim in dims for axis in dim):
+            if axis.labels is None:
+                constant *= axis.size
+            else:
+                axes.append(axis.labels)
+        self.terms.append(Term(self.module, constant, tuple(axes)))
+
+    def make_channels(self, produces: Dim, consumes: Dim) -> None:
+        """Which dim of a weight an op turns into channels, and which it sums over."""
+        self.producers.extend(axis.labels for axis in produces if axis.labels is not None)
+        self.consumers.extend(axis.labels for axis in consumes if axis.labels is not None)
+
     def use(self, size: int, axes: Dim, *names: str) -> None:
         """The running module passed ``size`` to an op; it must follow ``axes`` when they shrink."""
         if any(axis.labels is not None for axis in axes):

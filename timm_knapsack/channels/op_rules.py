@@ -1,51 +1,16 @@
-"""The op table: how labels follow each ATen op.
+"""How labels follow each ATen op that computes something; ops that only rearrange are in ``shape_rules``.
 
-A rule is ``rule(labels, op, layouts, args, kwargs, outputs) -> layout or tuple of layouts``. ``layouts(x)`` gives the
-`Layout` of a tensor argument; ``outputs`` are the op's real (meta) results, for their shapes. A rule ties what must
-shrink together with ``labels.tie``, and freezes what it can't follow with ``labels.freeze``. An op without a rule
-freezes whatever reaches it. ``docs/op_rules.md`` shows how to add one.
+Importing this fills the whole table, so that a rule that is registered afterwards replaces a built-in one.
 """
 
 import re
-from collections.abc import Callable
 from math import prod
 
-from ..errors import KnapsackError
-from .labels import Axis, Dim, Labels, Layout, Term, size_of
+from . import shape_rules  # noqa: F401  (its half of the table)
+from .labels import Dim, Labels, Layout, size_of
+from .op_table import RULES, freeze_all, plain, register_rule, uniform
 
-RULES: dict[str, Callable] = {}
-
-
-def register_rule(*ops: str) -> Callable:
-    """Register a rule for ATen (or custom) ops, by name without overload; a later rule replaces an earlier one.
-
-    Example:
-        >>> @register_rule("mylib::scale_channels")
-        ... def scale_channels(labels, op, layouts, args, kwargs, outputs):
-        ...     x, scale = layouts(args[0]), layouts(args[1])          # [B, C, H, W] and [C]
-        ...     channels = labels.tie(x.dims[1], scale.dims[0])
-        ...     return Layout([x.dims[0], channels, *x.dims[2:]])
-    """
-
-    def register(rule: Callable) -> Callable:
-        for op in ops:
-            if not isinstance(op, str) or not op:
-                raise KnapsackError(f"register_rule takes op names such as 'aten::add', got {op!r}")
-            RULES[op if "::" in op else f"aten::{op}"] = rule
-        return rule
-
-    return register
-
-
-def plain(shape) -> Layout:
-    """A layout without channels."""
-    return Layout([() if size == 1 else (Axis(size),) for size in shape])
-
-
-def uniform(labels: Labels, shape) -> Layout:
-    """A layout of a filled tensor: the same value everywhere, so any index may go."""
-    return Layout([labels.new_dim(size, uniform=True) for size in shape])
-
+__all__ = ["RULES", "freeze_all", "plain", "register_rule", "uniform"]
 
 # ---- element by element ----------------------------------------------------------------------------------------
 
@@ -102,23 +67,6 @@ def made_here(labels, op, layouts, args, kwargs, outputs):
 # ---- contractions: these cost MACs -----------------------------------------------------------------------------
 
 
-def _count(labels: Labels, dims: list[Dim], constant: int = 1) -> None:
-    """Record what an op costs: every index of its outputs times every index it sums over."""
-    axes = []
-    for axis in (axis for dim in dims for axis in dim):
-        if axis.labels is None:
-            constant *= axis.size
-        else:
-            axes.append(axis.labels)
-    labels.terms.append(Term(labels.module, constant, tuple(axes)))
-
-
-def _roles(labels: Labels, produces: Dim, consumes: Dim) -> None:
-    """Which labels of a weight an op turns into outputs, and which it sums over."""
-    labels.producers.extend(axis.labels for axis in produces if axis.labels is not None)
-    labels.consumers.extend(axis.labels for axis in consumes if axis.labels is not None)
-
-
 def _heads(labels: Labels, batch: list[Dim]) -> None:
     """Batch dims of a product of activations are heads; they go one by one unless their number is tied to the input."""
     heads = [axis.labels for dim in batch for axis in dim if axis.labels is not None]
@@ -145,11 +93,11 @@ def matmul(labels, op, layouts, args, kwargs, outputs):
             position = len(dims) - len(bias.dims) + i
             dims[position] = labels.tie(dims[position], dim)
     if b.weight and columns:
-        _roles(labels, b.dims[-1], b.dims[-2])
+        labels.make_channels(b.dims[-1], b.dims[-2])
     elif a.weight and columns:
-        _roles(labels, a.dims[-2], a.dims[-1])
+        labels.make_channels(a.dims[-2], a.dims[-1])
     if columns:  # torch counts no products with a vector
-        _count(labels, [*batch, *rows, *columns, inner])
+        labels.count_macs([*batch, *rows, *columns, inner])
     return Layout(dims, a.weight and b.weight)
 
 
@@ -160,8 +108,8 @@ def linear(labels, op, layouts, args, kwargs, outputs):
     out = weight.dims[0]
     if len(args) > 2 and args[2] is not None:
         out = labels.tie(out, layouts(args[2]).dims[0])
-    _roles(labels, weight.dims[0], weight.dims[1])
-    _count(labels, [*x.dims[:-1], out, inner])
+    labels.make_channels(weight.dims[0], weight.dims[1])
+    labels.count_macs([*x.dims[:-1], out, inner])
     return Layout([*x.dims[:-1], out])
 
 
@@ -190,13 +138,13 @@ def convolution(labels, op, layouts, args, kwargs, outputs):
     else:
         out, consumed = _grouped(labels, x.dims[1], out, into, groups)
     if weight.weight:
-        _roles(labels, weight.dims[1 if transposed else 0], weight.dims[0 if transposed else 1])
+        labels.make_channels(weight.dims[1 if transposed else 0], weight.dims[0 if transposed else 1])
     bias = args[2]
     channels = out if made is None else made
     if bias is not None:
         channels = labels.tie(channels, layouts(bias).dims[0])
     counted = plain(args[0].shape[2:]).dims if transposed else pixels
-    _count(labels, [x.dims[0], out, consumed, *counted], prod(args[1].shape[2:]))
+    labels.count_macs([x.dims[0], out, consumed, *counted], prod(args[1].shape[2:]))
     return Layout([x.dims[0], channels, *pixels])
 
 
@@ -241,8 +189,8 @@ def attention(labels, op, layouts, args, kwargs, outputs):
     labels.freeze(inner, "the width of a head sets the attention's scale")
     tokens = labels.tie(k.dims[-2], v.dims[-2])
     labels.mix(tokens)
-    _count(labels, [*batch, q.dims[-2], tokens, inner])
-    _count(labels, [*batch, q.dims[-2], v.dims[-1], tokens])
+    labels.count_macs([*batch, q.dims[-2], tokens, inner])
+    labels.count_macs([*batch, q.dims[-2], v.dims[-1], tokens])
     mask = kwargs.get("attn_mask", args[3] if len(args) > 3 and layouts.is_tensor(args[3]) else None)
     if mask is not None:
         for i, dim in enumerate(reversed(layouts(mask).dims)):
@@ -426,10 +374,3 @@ def restrided(labels, op, layouts, args, kwargs, outputs):
     for dim in x.dims:
         labels.freeze(dim, "as_strided can read memory in any order")
     return plain(outputs[0].shape)
-
-
-def freeze_all(labels: Labels, layouts, args, kwargs, why: str) -> None:
-    """Give up on every label among the arguments."""
-    for x in layouts.tensors(args, kwargs):
-        for dim in layouts(x).dims:
-            labels.freeze(dim, why)

@@ -1,9 +1,9 @@
-"""The op table's second half: ops that only rearrange, cut or join dims. Filled into ``channel_rules.RULES``."""
+"""The op table's second half: ops that only rearrange, cut or join dims."""
 
 import numpy as np
 
 from .labels import Axis, Dim, Labels, Layout, size_of
-from .op_rules import plain, register_rule, uniform
+from .op_table import plain, register_rule, uniform
 
 
 @register_rule(

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten
 
 from ..slim.attributes import channel_numbers, feature_entries
 from ..slim.copying import named_tensors
-from . import shape_rules  # noqa: F401  (fills the table)
 from .labels import Axis, Labels, Layout, size_of
+from .live_maps import LiveMaps
 from .meta_shapes import meta_result
 from .op_rules import RULES, freeze_all, plain
 
@@ -39,6 +39,7 @@ class Trace(TorchDispatchMode):
         self._layouts: dict[int, Layout] = {}
         self._held: dict[int, Tensor | weakref.ref] = {}
         self._names: dict[int, str] = {}
+        self.maps = LiveMaps(lambda tensor: (tensor.element_size(), self._layout(tensor).dims), hold=self.on_meta)
         for name, tensor in named_tensors(model):
             dims = []
             for d, size in enumerate(tensor.shape):
@@ -63,6 +64,9 @@ class Trace(TorchDispatchMode):
     def __call__(self, tensor: Tensor) -> Layout:
         if id(tensor) in self._names:
             self.reached.add(self._names[id(tensor)])
+        return self._layout(tensor)
+
+    def _layout(self, tensor: Tensor) -> Layout:
         layout = self._layouts.get(id(tensor))
         return plain(tensor.shape) if layout is None else layout
 
@@ -101,6 +105,7 @@ class Trace(TorchDispatchMode):
                 freeze_all(labels, self, args, kwargs, f"the rule for {namespace}.{op} does not give the op's shape")
                 layout = plain(tensor.shape)
             self.set_layout(tensor, layout)
+        self.maps.follow(func, self.tensors(args, kwargs), outputs)
         return result
 
     @contextmanager
@@ -170,6 +175,7 @@ def run_trace(model: nn.Module, inputs: tuple, bound_classes: frozenset[str] = f
                 layout.dims[1] = (axis,)
                 labels.frozen.append((axis.labels, "the model's input"))
             trace.set_layout(x, layout)
+    trace.maps.start(trace.tensors(inputs, {}))
     features = {}
     info = [*feature_entries(model)]
     wanted = {module for _, module, _ in info}
@@ -200,6 +206,7 @@ def run_trace(model: nn.Module, inputs: tuple, bound_classes: frozenset[str] = f
         for handle in handles:
             handle.remove()
         vars(model).pop("forward_features", None)
+    trace.maps.finish(trace.tensors((output,), {}))
     for tensor in trace.tensors((output,), {}):
         trace.output_shapes.append(tuple(tensor.shape))
         for dim in trace(tensor).dims:

@@ -20,7 +20,9 @@ from .console import parse_settings
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps …")]
 BatchOption = Annotated[int, typer.Option(help="Images in a batch (on each process).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, and nothing else, to stdout.")]
-CriterionOption = Annotated[str, typer.Option(help="abs (the paper's), sum, taylor_bn, magnitude or random (no data).")]
+CriterionOption = Annotated[
+    str, typer.Option(help="How channels are valued: abs, or magnitude, which needs no data; an unknown one lists all.")
+]
 LabelsOption = Annotated[
     str,
     typer.Option(

@@ -14,7 +14,10 @@ from .score import scores_of
 def prune(
     network: NetworkOptions,
     budget: Annotated[
-        str, typer.Option(help="macs=0.5, macs=2.05e9, params=0.6, latency=0.6 or latency=12ms; joined by commas.")
+        str,
+        typer.Option(
+            help="COST=AMOUNT, as macs=0.5, macs=2.05e9 or latency=12ms; joined by commas; an unknown cost lists all."
+        ),
     ],
     data: DataOptions,
     out: Annotated[str | None, typer.Option(help="Folder to write; MODEL-pruned by default.", metavar="FOLDER")] = None,
@@ -47,7 +50,7 @@ def prune(
     from ..pipeline.saving import save_run
     from ..pruning.budget import Budget
     from ..pruning.prune import prune as prune_model
-    from ..values.taylor import Scores
+    from ..values.scores import Scores
 
     wanted = Budget.parse(budget, LatencyTable.load(latency_table) if latency_table else None)  # a typo costs no time
     where = console.choose_device(device)

@@ -44,12 +44,11 @@ def score(
 
 
 def scores_of(model, groups, data: DataOptions, criterion: str, per_sample: bool, labels: str):
-    from ..values.taylor import CRITERIA, taylor_scores
+    from ..values.criteria import CRITERIA
+    from ..values.gradient_pass import taylor_scores
 
-    if criterion not in CRITERIA:
-        raise KnapsackError(f"--criterion {criterion!r} is none of {', '.join(CRITERIA)}")
     loader = None
-    if criterion not in ("magnitude", "random"):
+    if CRITERIA.find(criterion).needs_data:
         if data.source is None:
             raise KnapsackError(
                 f"criterion {criterion!r} needs images: --data FOLDER; without any there is --criterion magnitude"

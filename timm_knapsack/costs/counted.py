@@ -1,10 +1,5 @@
-"""What a network costs as a function of its widths: exact MACs and parameters. Measured time is in ``latency``.
+"""MACs and parameters as functions of the widths, exact. The unit: MACs for one image, parameters one by one."""
 
-A `Cost` answers two questions for a vector of kept units, one number per group: what does the network cost there, and
-what would one more unit of each group add. The unit of each number: MACs for one image, parameters one by one.
-"""
-
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -15,22 +10,8 @@ from torch import nn
 from ..slim.channel_groups import ChannelGroups, CostTerm, Count, fold
 from ..slim.copying import copy_with, named_tensors, on_meta
 from ..slim.example_inputs import example_dtype, example_input, inputs_like
-
-
-class Cost(ABC):
-    """A cost of the pruned network, as a function of the kept units of each group."""
-
-    name: str
-    unit: str
-    steps: Sequence[int] | None = None  # units of each group that are best kept together, where that matters
-
-    @abstractmethod
-    def at(self, kept: Sequence[float]) -> float:
-        """The cost at these widths."""
-
-    @abstractmethod
-    def marginal(self, kept: Sequence[float]) -> np.ndarray:
-        """What one more unit of each group adds at these widths."""
+from .cost import Cost
+from .registry import CostKind, parse_count
 
 
 class ProductCost(Cost):
@@ -125,3 +106,25 @@ def count_params(model: nn.Module) -> int:
         25557032
     """
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+KINDS = (
+    CostKind(
+        "macs",
+        "MACs",
+        "MACs",
+        make=lambda model, groups, table: macs_cost(groups),
+        parse=parse_count,
+        count=count_macs,
+        always=True,
+    ),
+    CostKind(
+        "params",
+        "parameters",
+        "parameters",
+        make=lambda model, groups, table: params_cost(groups, model),
+        parse=parse_count,
+        count=lambda model, input_size: count_params(model),
+        always=True,
+    ),
+)

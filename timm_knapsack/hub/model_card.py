@@ -14,7 +14,7 @@ from typing import Any
 import timm
 from torch import nn
 
-from ..costs.counted import count_macs, count_params
+from ..costs.kinds import COSTS
 from ..errors import HubError
 from ..models.pruned_models import pruned_model_config
 from ..models.rebuild import base_on_meta, model_args_of, resized
@@ -105,13 +105,17 @@ def named_model_card(name: str):
 
 
 def counted_costs(config: ChannelConfig, model=None) -> list[dict[str, Any]]:
-    """MACs and parameters of the base and of the pruned network, counted on the meta device."""
+    """The costs that every report shows, of the base and of the pruned network, counted on the meta device."""
     base = base_on_meta(config, {**config.base_args, **(model_args_of(model) if model is not None else {})})
     slim = resized(base, config) if model is None else model
     return [
-        {"name": "macs", "unit": "MACs", "original": count_macs(base), "counted": count_macs(slim)},
-        {"name": "params", "unit": "parameters", "original": count_params(base), "counted": count_params(slim)},
-    ]
+        {
+            "name": name, "label": kind.label, "unit": kind.unit,
+            "original": kind.count(base, None), "counted": kind.count(slim, None),
+        }
+        for name, kind in COSTS.items()
+        if kind.always
+    ]  # fmt: skip
 
 
 def _render(title, config, usage, pretrained_cfg, made, picture):
@@ -169,9 +173,7 @@ def _usage(source: str, weights: bool, classes: int) -> str:
 
 
 def _summary(config: ChannelConfig, costs: Sequence[Mapping[str, Any]], base_model: str | None) -> str:
-    parts = [
-        f"{1 - c['counted'] / c['original']:.1%} fewer {c['unit']}" for c in costs if c["name"] in ("macs", "params")
-    ]
+    parts = [f"{1 - c['counted'] / c['original']:.1%} fewer {c['unit']}" for c in costs if _title(c) == c["unit"]]
     origin = f", from the weights of [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
     return f"`{config.base}` with {' and '.join(parts)}{origin}. An ordinary timm model."
 
@@ -181,10 +183,16 @@ def _cost_table(costs: Sequence[Mapping[str, Any]]) -> str:
     columns += [("original_measured", "original, measured"), ("measured", "measured")]
     used = [(key, title) for key, title in columns if any(cost.get(key) is not None for cost in costs)]
     rows = [
-        [cost["unit"], *(_number(cost.get(key)) for key, _ in used), f"{cost['counted'] / cost['original']:.1%}"]
+        [_title(cost), *(_number(cost.get(key)) for key, _ in used), f"{cost['counted'] / cost['original']:.1%}"]
         for cost in costs
     ]
     return _table(["", *(title for _, title in used), "left"], rows)
+
+
+def _title(cost: Mapping[str, Any]) -> str:
+    """Its label, and its unit where that says more."""
+    label = cost.get("label") or cost["unit"]
+    return label if label == cost["unit"] else f"{label}, {cost['unit']}"
 
 
 def _accuracy_table(evaluations: Sequence[Evaluation]) -> str:

@@ -59,15 +59,6 @@ class ScorePart:
 
 
 @dataclass(frozen=True)
-class BudgetPart:
-    """What may be left: fractions, or absolute numbers; a time such as 12ms."""
-
-    macs: float | None = None
-    params: float | None = None
-    latency: float | str | None = None
-
-
-@dataclass(frozen=True)
 class LatencyPart:
     """How time is measured, for a budget of it."""
 
@@ -113,6 +104,7 @@ class Recipe:
 
     Attributes:
         name: also the folder it is written to, by default.
+        budget: what may be left, cost by cost, as `Budget` takes it: ``{macs: 0.5}``.
         about: words.
         paper: what the paper reports for this row, to compare with; free-form.
         finetune: fields of `FinetuneConfig`, ``batch_size`` (images on each process), ``augmentation`` and
@@ -121,14 +113,14 @@ class Recipe:
     Example:
         >>> recipe = Recipe.from_dict({"name": "half", "model": {"name": "resnet18"}, "budget": {"macs": 0.5},
         ...     "data": {"source": "images"}})
-        >>> recipe.budget.macs, recipe.score.criterion
+        >>> recipe.budget["macs"], recipe.score.criterion
         (0.5, 'abs')
     """
 
     name: str
     model: ModelPart
     data: DataPart
-    budget: BudgetPart
+    budget: Mapping[str, Any]
     about: str = ""
     paper: Mapping[str, Any] = field(default_factory=dict)
     score: ScorePart = field(default_factory=ScorePart)
@@ -139,13 +131,16 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self):
-        from ..pruning.budget import Budget
+        from ..pruning.budget import read_amounts
+        from ..values.criteria import CRITERIA
 
         if not self.name or any(c in self.name for c in "/\\"):
             raise RecipeError(f"name is {self.name!r}, expected a name without slashes")
-        asked = {k: v for k, v in asdict(self.budget).items() if v is not None}
+        amounts = {name: _number(value) for name, value in self.budget.items() if value is not None}
+        object.__setattr__(self, "budget", amounts)
         try:
-            Budget(**asked, table=object() if "latency" in asked else None)
+            read_amounts(amounts)
+            CRITERIA.find(self.score.criterion)
             if self.finetune:
                 finetune_config(self.finetune, place="finetune")
         except RecipeError:

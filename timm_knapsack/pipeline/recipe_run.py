@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..costs.kinds import COSTS
 from ..errors import RecipeError
 from ..files.plain_json import write_json
 from ..models.model_source import ModelSource
@@ -135,8 +136,8 @@ class _Run:
 
     def wanted(self, stage: str) -> bool:
         recipe = self.recipe
-        if stage == "latency":
-            return recipe.budget.latency is not None
+        if stage in COSTS:  # a stage of a cost's name measures what that cost needs
+            return stage in recipe.budget
         if stage == "recover":
             return recipe.recover.images > 0
         return stage != "finetune" or bool(recipe.finetune)
@@ -195,11 +196,12 @@ class _Run:
 
     def do_score(self, folder: Path, key: str) -> None:
         from ..images.model_labels import CALIBRATION, ModelLabels
-        from ..values.taylor import taylor_scores
+        from ..values.criteria import CRITERIA
+        from ..values.gradient_pass import taylor_scores
 
         part = self.recipe.score
         loader = None
-        if part.criterion not in ("magnitude", "random"):
+        if CRITERIA.find(part.criterion).needs_data:
             labels = {"data": "required", "model": "ignore"}.get(part.labels)
             if labels is None:
                 raise RecipeError(f"score.labels is {part.labels!r}, expected data or model")
@@ -217,14 +219,13 @@ class _Run:
         from ..costs.latency.table import LatencyTable
         from ..pruning.budget import Budget
         from ..pruning.prune import prune
-        from ..values.taylor import Scores
+        from ..values.scores import Scores
         from .saving import save_run
 
-        asked = {name: value for name, value in asdict(self.recipe.budget).items() if value is not None}
-        table = LatencyTable.load(self.folder / "latency" / "table.json") if "latency" in asked else None
+        table = LatencyTable.load(self.folder / "latency" / "table.json") if self.wanted("latency") else None
         scores = Scores.load(self.folder / "score" / "scores.safetensors", self.groups)
         result = prune(
-            self.base, scores=scores, budget=Budget(**asked, table=table), groups=self.groups,
+            self.base, scores=scores, budget=Budget(**self.recipe.budget, table=table), groups=self.groups,
             base_args=self.source.base_args, **asdict(self.recipe.prune),
         )  # fmt: skip
         save_run(result, folder / "model", self.source, draw=False)

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
+from ..costs.kinds import COSTS
 from ..models.model_source import ModelSource
 from .recipe import Recipe, finetune_config
 
@@ -13,7 +14,7 @@ SIDE = 64  # pixels of the synthetic images: the step shows that it runs, not wh
 def dry_run(recipe: Recipe) -> dict[str, Any]:
     """Build model, groups, budget, losses and optimiser, and make one step on noise.
 
-    Scores are random and a budget of time stands for the same fraction of MACs, since nothing is measured.
+    Scores are random; nothing is measured, so that a budget of time stands for the same fraction of MACs.
 
     Example:
         >>> dry_run(Recipe.load("recipes/resnet18_imagenet_1.17g.yaml"))["groups"]
@@ -24,15 +25,14 @@ def dry_run(recipe: Recipe) -> dict[str, Any]:
     from ..pruning.budget import Budget
     from ..pruning.prune import prune
     from ..training.finetuning import finetune
-    from ..values.taylor import taylor_scores
+    from ..values.gradient_pass import taylor_scores
 
     model, groups = _base(recipe.model.name, tuple(sorted(recipe.model.args.items())))
-    asked = {name: value for name, value in asdict(recipe.budget).items() if value is not None}
-    notes = []
-    if "latency" in asked:
-        share = asked.pop("latency")
+    asked, notes = dict(recipe.budget), []
+    for kind in [COSTS[name] for name in asked if COSTS[name].needs_table]:
+        share = asked.pop(kind.name)
         asked.setdefault("macs", share if isinstance(share, float) else 0.5)
-        notes.append("nothing is measured: the budget of time is taken as a fraction of the MACs")
+        notes.append(f"nothing is measured: the budget of {kind.label} is taken as a fraction of the MACs")
     scores = taylor_scores(model, groups, None, "random", seed=recipe.seed)
     options = {**asdict(recipe.prune), "base_args": ModelSource(**asdict(recipe.model)).base_args}
     result = prune(model, scores=scores, budget=Budget(**asked), groups=groups, **options)

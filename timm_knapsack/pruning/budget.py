@@ -1,66 +1,73 @@
 """Budget: how much of what may be left."""
 
-import math
-import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from ..costs.kinds import COSTS
+from ..costs.registry import Amount
 from ..errors import BudgetError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False)
 class Budget:
-    """What the pruned network may cost.
+    """What the pruned network may cost: an amount for one or several of the registered costs.
 
     Args:
-        macs: a fraction of the original's MACs (``0.5``), or a number of MACs (``2.05e9``).
-        params: likewise for parameters.
-        latency: a fraction of the original's measured time, or a time such as ``"12ms"``; needs ``table``.
-        table: a LatencyTable measured on the device that the network is for.
+        table: what a cost needs beside the model: a LatencyTable measured on the device that the network is for.
+            Several costs that need one get theirs from a mapping by their names.
+        amounts: ``macs``: a fraction of the original's MACs (``0.5``), or a number of MACs (``2.05e9``).
+            ``params``: likewise for parameters. ``latency``: a fraction of the original's measured time, or a time such
+            as ``"12ms"``; needs ``table``. ``activations``: a fraction of the peak of its maps, or a size such as
+            ``"4MB"``. And whatever else `register_cost` has added.
 
     Example:
         >>> Budget(macs=0.5)
         Budget(macs=0.5)
         >>> Budget(macs=2.05e9, params=0.5).limits({"macs": 4.1e9, "params": 25e6})
         {'macs': 2050000000.0, 'params': 12500000.0}
+        >>> Budget(macs=0.5).params is None
+        True
     """
 
-    macs: float | None = None
-    params: float | None = None
-    latency: float | str | None = None
-    table: Any = None
+    _asked: tuple[tuple[str, float | str], ...]
+    table: Any = field(default=None, hash=False)
 
-    def __post_init__(self):
-        if not self.asked:
-            raise BudgetError("a budget needs at least one of macs, params and latency, such as Budget(macs=0.5)")
-        for name in ("macs", "params"):
-            if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), 1000)
-        if self.latency is not None:
-            if isinstance(self.latency, str):
-                _seconds(self.latency)
-            elif _check_number("latency", self.latency, 1) > 1:
-                raise BudgetError(f"budget latency={self.latency}: a fraction is at most 1; write a time as '12ms'")
-            if self.table is None:
-                raise BudgetError(
-                    "budget latency=… needs a table of measured times: table=LatencyTable.load('cpu.json'); "
-                    "`timm-knapsack latency MODEL` makes one"
-                )
+    def __init__(self, *, table: Any = None, **amounts: float | str | None):
+        given = {name: value for name, value in amounts.items() if value is not None}
+        read_amounts(given)
+        object.__setattr__(self, "_asked", tuple((name, given[name]) for name in COSTS if name in given))
+        object.__setattr__(self, "table", table)
+        for name in given:
+            kind = COSTS[name]
+            if kind.needs_table and self.table_of(name) is None:
+                raise BudgetError(f"budget {name}=… needs {kind.needs_table}")
+
+    def __getattr__(self, name: str) -> Any:
+        """The amount of a registered cost as it was given, None where it is not limited."""
+        if name in COSTS:
+            return self.asked.get(name)
+        raise AttributeError(f"a Budget has no {name!r}; registered costs are {', '.join(COSTS)}")
 
     @property
     def asked(self) -> dict[str, float | str]:
         """The limits as they were given."""
-        return {n: getattr(self, n) for n in ("macs", "params", "latency") if getattr(self, n) is not None}
+        return dict(self._asked)
 
-    def limits(self, originals: dict[str, float]) -> dict[str, float]:
+    @property
+    def amounts(self) -> dict[str, Amount]:
+        """The limits as they were read."""
+        return read_amounts(self.asked)
+
+    def table_of(self, name: str) -> Any:
+        """What the cost of that name is made with; None where it needs nothing."""
+        if not COSTS[name].needs_table:
+            return None
+        return self.table.get(name) if isinstance(self.table, Mapping) else self.table
+
+    def limits(self, originals: Mapping[str, float]) -> dict[str, float]:
         """The limits as numbers, given what the original network costs."""
-        result = {}
-        for name, value in self.asked.items():
-            if isinstance(value, str):
-                result[name] = _seconds(value)
-            else:
-                result[name] = float(value * originals[name] if value <= 1 else value)
-        return result
+        return {name: amount.of(originals[name]) for name, amount in self.amounts.items()}
 
     @classmethod
     def parse(cls, text: str, table: Any = None) -> "Budget":
@@ -68,41 +75,34 @@ class Budget:
         values: dict[str, Any] = {}
         for part in text.split(","):
             name, equals, value = (piece.strip() for piece in part.partition("="))
-            if not equals or name not in ("macs", "params", "latency"):
-                raise BudgetError(
-                    f"budget {text!r}: expected macs=…, params=… or latency=…, joined by commas; got {part!r}"
-                )
+            if not equals:
+                raise BudgetError(f"budget {text!r}: expected COST=AMOUNT, joined by commas; got {part!r}")
             try:
                 values[name] = float(value)
             except ValueError:
-                if name != "latency":
-                    raise BudgetError(f"budget {part!r}: {value!r} is not a number; try {name}=0.5") from None
                 values[name] = value
-        return cls(**values, table=table if "latency" in values else None)
+        read_amounts(values)
+        return cls(**values, table=table if any(COSTS[name].needs_table for name in values) else None)
 
     def __repr__(self):
         return f"Budget({', '.join(f'{k}={v!r}' for k, v in self.asked.items())})"
 
 
-def _check_number(name: str, value: Any, smallest_absolute: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise BudgetError(f"budget {name}={value!r} is not a number; give a fraction such as 0.5")
-    if value <= 0:
-        raise BudgetError(f"budget {name}={value} leaves nothing; give a fraction above 0, such as 0.5")
-    if 1 < value < smallest_absolute:
-        raise BudgetError(
-            f"budget {name}={value}: a fraction is at most 1, and {value} {name} are no network; "
-            f"give a fraction such as 0.5, or an absolute number such as 2.05e9"
-        )
-    return float(value)
+def read_amounts(given: Mapping[str, Any]) -> dict[str, Amount]:
+    """Each amount as its cost reads it, or an error that says what is wrong; tables are not asked for.
 
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(us|ms|s)\s*", text)
-    try:
-        value = float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]] if match else 0.0
-    except ValueError:
-        value = 0.0
-    if value <= 0:
-        raise BudgetError(f"budget latency={text!r}: expected a fraction such as 0.6, or a time such as '12ms'")
-    return value
+    Example:
+        >>> read_amounts({"latency": "12ms"})
+        {'latency': Amount(value=0.012, fraction=False)}
+    """
+    if not given:
+        *names, last = COSTS
+        raise BudgetError(f"a budget needs at least one of {', '.join(names)} and {last}, such as Budget(macs=0.5)")
+    amounts = {}
+    for name, value in given.items():
+        try:
+            kind = COSTS.find(name)
+        except BudgetError as error:
+            raise BudgetError(f"budget {name}={value!r}: {error}") from None
+        amounts[name] = kind.parse(name, value)
+    return amounts

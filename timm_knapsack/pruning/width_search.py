@@ -1,6 +1,6 @@
 """How many units of each group to keep: the knapsack, re-costed at the widths it leads to.
 
-Units of one group cost the same, so the best n of them are the n most valuable: a choice is a vector of counts. The
+Units of one group cost the same, so which n of them stay is the values' affair: a choice is a vector of counts. The
 true cost is a product of widths, not a sum over units. So: linearise it at the current widths, solve the knapsack
 exactly, move the widths towards the solution, and again, until the true cost of the solution fits the budget. What room
 is then left is filled with the best units that still fit. Where one step of a group is a good part of the budget
@@ -12,20 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..costs.counted import Cost
+from ..costs.cost import Cost
 from ..knapsack.solve import solve_knapsack
+from ..values.group_values import Ladder
 
 MAX_ROUNDS = 40
 WIDE = 0.005  # of a budget: a step that takes more is tried both ways at the end
 NEARLY = 1.1  # a solution this near to the budget is worth trimming to fit; one farther off only shows the way
-
-
-@dataclass(frozen=True)
-class Ladder:
-    """What a group offers: the counts it may keep, and what each step up from the least is worth."""
-
-    counts: np.ndarray  # ascending; counts[0] always stays
-    value: np.ndarray  # value kept at each count
 
 
 @dataclass(frozen=True)
@@ -36,17 +29,15 @@ class WidthSolution:
     rounds: int
 
 
-def ladder(values: np.ndarray, least: int, most: int, step: int) -> Ladder:
+def ladder(whole: Ladder, least: int, most: int, step: int) -> Ladder:
     """The counts from ``least`` to ``most`` in multiples of ``step``; the group's own size counts as a multiple."""
-    size = len(values)
-    counts = [n for n in range(least, most + 1) if n % step == 0 or n == size]
+    size = len(whole.order)
+    counts = [n for n in whole.counts.tolist() if least <= n <= most and (n % step == 0 or n == size)]
     if not counts:
         counts = [most]
     if len(counts) > 1 and counts[-1] == size and size % step and step > 1:
         del counts[-2]  # a last step smaller than the others would look cheap for its value
-    best_first = np.concatenate([[0.0], np.cumsum(np.sort(values)[::-1])])
-    counts = np.array(counts)
-    return Ladder(counts, best_first[counts])
+    return whole.only(np.array(counts))
 
 
 def search_widths(

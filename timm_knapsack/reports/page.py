@@ -136,9 +136,8 @@ def _cards(record: RunRecord) -> str:
     elif last:
         cards.append(("top-1", f"{last['top1']:.2f} %", str(last["what"])))
     for line in record.pruning["costs"]:
-        if line["name"] in ("macs", "params"):
-            row = cost_text(line)
-            cards.append((row[0], row[3], f"{row[4]} of {row[1]}"))
+        row = cost_text(line)
+        cards.append((row[0], row[3], f"{row[4]} of {row[1]}"))
     time = record.latency
     if time:
         share = f"{time['pruned'] / time['original']:.1%} of {human(time['original'], 's')}"
@@ -156,7 +155,7 @@ def _ends(rows: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
 def _cost_table(record: RunRecord) -> str:
     rows = [cost_text(line) for line in record.pruning["costs"]]
     time = record.latency
-    if time and not any(line["name"] == "latency" for line in record.pruning["costs"]):
+    if time and not any(line["unit"] == "s" for line in record.pruning["costs"]):
         share = f"{human(time['pruned'], 's')} ({time['pruned'] / time['original']:.1%})"
         where = f"time, batch {time['batch_size']}, {time.get('device', '')}, {time.get('threads', '?')} threads"
         rows.append([where, human(time["original"], "s"), "–", "–", "–", share])

@@ -70,6 +70,16 @@ class CostTerm:
 
 
 @dataclass(frozen=True)
+class MapTerm:
+    """A map of the forward pass: alive from op ``first`` to op ``last``, ``constant`` × the product of counts bytes."""
+
+    first: int
+    last: int
+    constant: int
+    counts: tuple[Count, ...]
+
+
+@dataclass(frozen=True)
 class Attribute:
     """A number in a module that follows the widths."""
 
@@ -94,6 +104,7 @@ class ChannelGroups(Sequence):
         terms: MACs of each op as a function of the widths.
         attributes: numbers in modules that follow the widths.
         shapes: shape of every tensor of the model, to recognise the model again.
+        maps: the maps of the forward pass as functions of the widths; None where they are no such functions.
     """
 
     groups: tuple[ChannelGroup, ...]
@@ -102,6 +113,7 @@ class ChannelGroups(Sequence):
     attributes: tuple[Attribute, ...]
     shapes: Mapping[str, tuple[int, ...]]
     input_shape: tuple[int, ...] | None = None
+    maps: tuple[MapTerm, ...] | None = None
     by_name: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self):

@@ -1,26 +1,16 @@
 """Measured time as a function of the kept units of each group: the `latency` cost of a budget. Unit: seconds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
 
 from ...slim.channel_groups import Count
-from ..counted import Cost
+from ..cost import Cost, LayerCost
+from . import correction
 from .layer_timing import Conditions, LayerTimer
 from .network_timing import Comparison, compare_under
 from .time_surface import Surface
-
-
-@dataclass(frozen=True)
-class TimeLine:
-    """Seconds of one layer: of the original and of the slim network as measured, and as predicted for the slim one."""
-
-    name: str
-    original: float
-    predicted: float
-    measured: float | None = None
 
 
 def on_stairs(widths: np.ndarray, stair: int | np.ndarray) -> np.ndarray:
@@ -138,12 +128,16 @@ class LatencyCost(Cost):
             return None
         return compare_under(self.conditions, [model, slim], max_seconds=self._check_seconds, clock=self._clock)
 
-    def layer_lines(self, model: nn.Module, slim: nn.Module, full: Sequence[int], kept: Sequence[int], passes: int = 5):
-        """Layer by layer: original, predicted, measured."""
+    def settle(self, solve, limit, model, sizes, absolute=False):
+        """Measure what was solved for; where it misses the budget, aim elsewhere and solve again."""
+        return correction.settle(self, solve, limit, model, sizes, absolute)
+
+    def layer_costs(self, model, slim, sizes, kept, passes: int = 5):
+        """Seconds layer by layer: original, predicted, measured."""
         predicted = self._factor * self.layers_at(kept)
         if self.conditions is None:
-            original = self._factor * self.layers_at(full)
-            return tuple(map(TimeLine, self.names, original.tolist(), predicted.tolist()))
+            original = self._factor * self.layers_at(sizes)
+            return tuple(map(LayerCost, self.names, original.tolist(), predicted.tolist()))
         clock, images = self._clock or self.conditions.clock(), self.conditions.images()
         timers = [LayerTimer(self.conditions.prepared(net), self.names, clock) for net in (model, slim)]
         runs: list[list[dict[str, float]]] = [[], []]
@@ -154,4 +148,4 @@ class LatencyCost(Cost):
                     if turn:  # the first warms up
                         run.append(times)
         before, after = ([float(np.median([times[n] for times in run])) for n in self.names] for run in runs)
-        return tuple(map(TimeLine, self.names, before, predicted.tolist(), after))
+        return tuple(map(LayerCost, self.names, before, predicted.tolist(), after))

@@ -1,22 +1,12 @@
-"""A value for every channel: the first-order Taylor expansion of the loss when the channel goes.
+"""Scores from one pass over the data: each criterion's measure of weights and gradients, summed unit by unit.
 
-``"abs"``   E_x Σ |w|·|∂L/∂w|   over the filter's weights: the paper's best
-``"sum"``   E_x |Σ w·∂L/∂w|     Molchanov's
-``"taylor_bn"``  E_x |γ·∂L/∂γ + β·∂L/∂β| of the norms behind the filters
-``"magnitude"``  ‖w‖₂ of the filter; no data
-``"random"``     for comparison; no data
-
-A group's value is the sum over the convs and linears that make its channels. E_x is over batches, weighted by their
-number of samples; ``per_sample=True`` is over single images.
+E_x is over batches, weighted by their number of samples; ``per_sample=True`` is over single images.
 """
 
-import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,73 +18,8 @@ from ..slim.channel_config import model_name
 from ..slim.channel_groups import ChannelGroups
 from ..slim.copying import named_tensors
 from ..slim.modes import eval_mode
-from ..slim.tensor_files import write_tensors
-
-CRITERIA = ("abs", "sum", "taylor_bn", "magnitude", "random")
-FORMAT = "timm-knapsack/scores"
-
-
-class Scores(dict):
-    """``{group name: float64 tensor [size]}`` with where they come from.
-
-    Example:
-        >>> scores = taylor_scores(model, groups, loader)
-        >>> scores.save("scores.safetensors")
-        >>> scores = Scores.load("scores.safetensors", groups)
-    """
-
-    def __init__(self, values: Mapping[str, Tensor], *, criterion="", model="", data="", samples: int = 0):
-        super().__init__(values)
-        self.criterion, self.model, self.data, self.samples = criterion, model, data, samples
-
-    def check(self, groups: ChannelGroups) -> None:
-        check_scores(self, groups)
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Write to safetensors; the file appears whole or not at all."""
-        about = {"criterion": self.criterion, "model": self.model, "data": self.data, "samples": self.samples}
-        write_tensors(path, self, {"format": FORMAT, "about": json.dumps(about, sort_keys=True)})
-
-    @classmethod
-    def load(cls, path: str | os.PathLike, groups: ChannelGroups | None = None) -> "Scores":
-        """Read a file; with ``groups``, refuse scores that belong to other groups."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(os.fspath(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ScoreError(f"{path}: not a file of scores (its format says {metadata.get('format')!r})")
-                scores = cls({name: file.get_tensor(name) for name in file.keys()}, **json.loads(metadata["about"]))
-        except (OSError, SafetensorError) as error:
-            raise ScoreError(f"{path}: can't be read as scores: {error}") from None
-        if groups is not None:
-            try:
-                check_scores(scores, groups)
-            except ScoreError as error:
-                raise ScoreError(f"{path} (scored on {scores.model or 'an unnamed model'}): {error}") from None
-        return scores
-
-
-def check_scores(scores: Mapping[str, Tensor], groups: ChannelGroups) -> dict[str, Tensor]:
-    """The scores as float64 tensors, or an error if they do not belong to these groups."""
-    missing = [group.name for group in groups if group.name not in scores]
-    unknown = sorted(set(scores) - set(groups.by_name))
-    if missing or unknown:
-        what = f"no scores for the group {missing[0]!r}" if missing else f"scores for {unknown[0]!r}, which is no group"
-        raise ScoreError(f"these scores belong to other groups: {what}; score this model again with taylor_scores")
-    result = {}
-    for group in groups:
-        values = torch.as_tensor(scores[group.name]).detach().to("cpu", torch.float64)
-        if values.shape != (group.size,):
-            raise ScoreError(
-                f"scores[{group.name!r}] has shape {list(values.shape)}, the group has {group.size} units; "
-                "score this model again with taylor_scores"
-            )
-        if not torch.isfinite(values).all():
-            raise ScoreError(f"scores[{group.name!r}] has values that are not finite; is the loss finite on this data?")
-        result[group.name] = values
-    return result
+from .criteria import CRITERIA, Criterion, Piece
+from .scores import Scores
 
 
 def taylor_scores(
@@ -117,7 +42,7 @@ def taylor_scores(
 
     Args:
         loader: yields ``(images, labels)``, or whatever ``loss_fn`` takes; labels are class indices or soft targets.
-        criterion: one of abs, sum, taylor_bn, magnitude, random.
+        criterion: abs, sum, taylor_bn, magnitude, random, or one that `register_criterion` added.
         per_sample: take the expectation over single images instead of batches: exact, and slower.
         loss_fn: ``loss_fn(model, batch) -> scalar``, instead of cross entropy.
         data: words about the data, kept with the scores.
@@ -129,21 +54,17 @@ def taylor_scores(
         >>> scores["layer1.0.conv1"].shape
         torch.Size([64])
     """
-    if criterion not in CRITERIA:
-        raise ScoreError(f"criterion {criterion!r} is not known; choose one of {', '.join(CRITERIA)}")
+    rule = CRITERIA.find(criterion)
     about = {"criterion": criterion, "model": model_name(model), "data": data}
-    if criterion == "random":
-        generator = torch.Generator().manual_seed(seed)
-        values = {g.name: torch.rand(g.size, generator=generator, dtype=torch.float64) for g in groups}
-        return Scores(values, **about)
-    pieces = _pieces(model, groups, norms=criterion == "taylor_bn")
-    if criterion == "magnitude":
-        with torch.no_grad():
-            return Scores(_Sums(groups, pieces, _magnitude).added({n: t for n, t in named_tensors(model)}), **about)
-    if loader is None:
+    if rule.needs_data and loader is None:
         raise ScoreError(f"criterion {criterion!r} needs data: pass a loader of (images, labels) batches")
-    measure = {"abs": _abs, "sum": _sum, "taylor_bn": _sum}[criterion]
-    sums = _Sums(groups, pieces, measure)
+    if rule.compute is not None:
+        return Scores(rule.compute(model, groups, loader, seed), **about).checked(groups)
+    pieces = rule.pieces(model, groups)
+    sums = _Sums(groups, pieces, rule)
+    if not rule.needs_gradients:
+        with torch.no_grad():
+            return Scores(sums.of_weights(dict(named_tensors(model))), **about)
     loss_fn = loss_fn or _cross_entropy
     with _only(model, [piece.param for piece in pieces]) as parameters:
         samples = _accumulate(model, parameters, sums, loader, accelerator, per_sample, loss_fn, progress)
@@ -156,67 +77,12 @@ def taylor_scores(
     return Scores(values, **about, samples=samples)
 
 
-# ---- which slices of which parameters count --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """One slice of one group, in a parameter whose weight and gradient make its value. ``key`` is summed inside |…|."""
-
-    group: str
-    param: str
-    dim: int
-    index: Tensor
-    key: str
-
-
-def _pieces(model: nn.Module, groups: ChannelGroups, norms: bool) -> list[_Piece]:
-    parameters = dict(model.named_parameters())
-    result, empty = [], []
-    for group in groups:
-        found = 0
-        for s in group.slices:
-            if s.param not in parameters:
-                continue
-            owner, _, leaf = s.param.rpartition(".")
-            if norms:
-                module = model.get_submodule(owner)
-                wanted = parameters[s.param].dim() == 1 and leaf in ("weight", "bias") and "norm" in _kind(module)
-            else:
-                wanted = s.role == "out"
-            if wanted:
-                found += 1
-                result.append(_Piece(group.name, s.param, s.dim, s.index, owner if norms else s.param))
-        if not found:
-            empty.append(group.name)
-    if empty:
-        what = "norm with weight and bias" if norms else "conv or linear"
-        raise ScoreError(f"criterion needs a {what} in every group; {empty[0]!r} has none (and {len(empty) - 1} more)")
-    return result
-
-
-def _kind(module: nn.Module) -> str:
-    return " ".join(cls.__name__.lower() for cls in type(module).__mro__)
-
-
-def _abs(weight: Tensor, gradient: Tensor) -> Tensor:
-    return (weight * gradient).abs()
-
-
-def _sum(weight: Tensor, gradient: Tensor) -> Tensor:
-    return weight * gradient
-
-
-def _magnitude(weight: Tensor, _) -> Tensor:
-    return weight.square()
-
-
 class _Sums:
-    """Adds up ``measure(weight, gradient)`` over the slices of each unit, in float64."""
+    """Adds up a criterion's measure over the slices of each unit, in float64."""
 
-    def __init__(self, groups: ChannelGroups, pieces: list[_Piece], measure):
-        self.measure = measure
-        self.by_param: dict[str, list[_Piece]] = defaultdict(list)
+    def __init__(self, groups: ChannelGroups, pieces: list[Piece], criterion: Criterion):
+        self.criterion = criterion
+        self.by_param: dict[str, list[Piece]] = defaultdict(list)
         for piece in pieces:
             self.by_param[piece.param].append(piece)
         self.totals = {group.name: torch.zeros(group.size, dtype=torch.float64) for group in groups}
@@ -224,12 +90,12 @@ class _Sums:
     def per_index(self, param: str, weight: Tensor, gradient: Tensor | None) -> dict[int, Tensor]:
         """The measure summed over all but one dim, for each dim that counts."""
         dims = {piece.dim for piece in self.by_param[param]}
-        whole = self.measure(weight, gradient)
+        whole = self.criterion.measure(weight, gradient)
         return {d: whole.sum([i for i in range(whole.dim()) if i != d]) if whole.dim() > 1 else whole for d in dims}
 
-    def added(self, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor] | None = None, samples: float = 1.0):
-        values = {p: self.per_index(p, tensors[p].detach(), gradients[p] if gradients else None) for p in self.by_param}
-        self.add(values, samples)
+    def of_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sums without any data."""
+        self.add({param: self.per_index(param, tensors[param].detach(), None) for param in self.by_param}, 1)
         return self.totals
 
     def add(self, values: Mapping[str, Mapping[int, Tensor]], samples: float) -> None:
@@ -240,9 +106,7 @@ class _Sums:
                 key = (piece.group, piece.key)
                 inside[key] = inside[key] + units if key in inside else units
         for (group, _), units in inside.items():
-            if self.measure is _magnitude:
-                units = units.sqrt()
-            self.totals[group] += units.abs() * samples
+            self.totals[group] += self.criterion.reduction(units) * samples
 
 
 # ---- the pass -------------------------------------------------------------------------------------------------
