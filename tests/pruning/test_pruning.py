@@ -414,3 +414,26 @@ def test_training_mode_and_class_are_kept():
     result = tk.prune(model, groups=mixed_groups(model), budget=tk.Budget(macs=0.5), criterion="magnitude")
     assert type(result.model) is Mixed
     assert result.model.training and not result.model.bn1.training
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"minkeep": 0.3}, "prune has no argument 'minkeep'; did you mean 'min_keep'"),
+        ({"criterio": "sum"}, "did you mean 'criterion'"),
+        ({"zzz": 1}, "prune has no argument 'zzz'; there are model, loader, scores, budget"),
+        ({"criterion": "sum"}, "criterion='sum' is for scoring, and scores are given"),
+    ],
+)
+def test_a_keyword_that_prune_does_not_have_is_refused(keywords, words):
+    model = mixed()
+    groups = mixed_groups(model)
+    scores = {group.name: torch.ones(group.size) for group in groups}
+    with pytest.raises(KnapsackError, match=words):
+        tk.prune(model, scores=scores, budget=tk.Budget(macs=0.5), groups=groups, **keywords)
+
+
+def test_keywords_of_scoring_are_passed_on():
+    model = mixed()
+    result = tk.prune(model, budget=tk.Budget(macs=0.5), groups=mixed_groups(model), criterion="random", seed=3)
+    assert result.report.scores["criterion"] == "random"

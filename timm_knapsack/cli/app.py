@@ -10,6 +10,7 @@ from .evaluate import evaluate
 from .finetune import finetune
 from .groups import groups
 from .latency import latency
+from .plugins import load_plugin, take_plugins
 from .prune import prune
 from .publish import publish
 from .quickstart import quickstart
@@ -19,7 +20,8 @@ from .score import score
 
 HELP = """Prune any timm image model to a budget, exactly, and get an ordinary timm model back.
 
-Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be. --debug shows the trace of an error."""
+Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be. --debug shows the trace of an error.
+--plugin MODULE (or FILE.py) imports your own criteria, costs and op rules first."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
 
@@ -32,8 +34,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line; an error is one line on stderr, and the exit code says whose it is."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    plugins, arguments = take_plugins([argument for argument in arguments if argument != "--debug"])
     try:
+        for plugin in plugins:
+            load_plugin(plugin)
         code = app(arguments, standalone_mode=False)
     except (typer.Exit, SystemExit) as end:
         code = getattr(end, "exit_code", getattr(end, "code", 0))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -130,8 +131,6 @@ def count_activations(model: nn.Module, input_size=None) -> int:
     try:
         return _count(on_meta(model), inputs_like(example, "meta"), hold=True)
     except RuntimeError:  # a model that asks for values can't run on the meta device
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
         real = copy_with(model, lambda _, t: torch.zeros_like(t, device="cpu") if t.is_meta else t).eval()
         device = next((t.device for _, t in named_tensors(real)), torch.device("cpu"))
         with sdpa_kernel(SDPBackend.MATH):  # attention taken apart, as on the meta device

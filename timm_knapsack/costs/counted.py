@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..slim.channel_groups import ChannelGroups, CostTerm, Count, fold
 from ..slim.copying import copy_with, named_tensors, on_meta
@@ -79,16 +81,12 @@ def count_macs(model: nn.Module, input_size=None) -> int:
         >>> count_macs(timm.create_model("resnet50"))
         4089184256
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
     example = torch.empty(example_input(model, input_size), device="meta", dtype=example_dtype(model))
     shadow = on_meta(model).requires_grad_(False)
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             shadow(*inputs_like(example, "meta"))
     except RuntimeError:  # a model that asks for values can't run on the meta device
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
         real = copy_with(model, lambda _, t: torch.zeros_like(t, device="cpu") if t.is_meta else t).eval()
         device = next((t.device for _, t in named_tensors(real)), torch.device("cpu"))
         # attention taken apart, as on the meta device: torch has no formula for the CPU's fused one

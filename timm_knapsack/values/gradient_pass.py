@@ -4,6 +4,7 @@ E_x is over batches, weighted by their number of samples; ``per_sample=True`` is
 """
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from ..errors import ScoreError
@@ -199,8 +201,6 @@ def _add_batch(model, parameters, sums, batch, n, loss_fn) -> None:
 
 def _add_each_sample(model, parameters, sums, batch, n, loss_fn) -> None:
     """Per-image gradients: vectorised with torch.func where the model allows it, one by one where it does not."""
-    from torch.func import functional_call, grad, vmap
-
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
     state = {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
@@ -238,8 +238,6 @@ def _batch_size(batch) -> int:
 
 
 def _with_progress(batches: Iterable, progress: bool | None) -> Iterable:
-    import sys
-
     if progress is None:
         progress = sys.stderr.isatty()
     if not progress:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ScoreError
@@ -53,8 +54,6 @@ class Scores(dict, GroupValues):
     @classmethod
     def load(cls, path: str | os.PathLike, groups: ChannelGroups | None = None) -> "Scores":
         """Read a file; with ``groups``, refuse scores that belong to other groups."""
-        from safetensors import SafetensorError, safe_open
-
         try:
             with safe_open(os.fspath(path), framework="pt") as file:
                 metadata = file.metadata() or {}
