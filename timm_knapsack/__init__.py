@@ -5,10 +5,45 @@ is loaded on first use, torch and timm included.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ._registration import register_with_timm
 from .errors import BudgetError, ChannelConfigError, KnapsackError
 from .version import __version__
+
+if TYPE_CHECKING:  # the names of _HOME for type checkers and completion; tests/test_typing.py compares the two
+    from .channels.find_groups import find_channel_groups as find_channel_groups
+    from .channels.labels import Layout as Layout
+    from .channels.op_rules import register_rule as register_rule
+    from .costs.cost import Cost as Cost
+    from .costs.counted import count_macs as count_macs
+    from .costs.counted import count_params as count_params
+    from .costs.kinds import CostKind as CostKind
+    from .costs.kinds import register_cost as register_cost
+    from .costs.latency.conditions import MeasuringConditions as MeasuringConditions
+    from .costs.latency.table import LatencyTable as LatencyTable
+    from .costs.latency.table import measure_latency as measure_latency
+    from .hub.saving import push_to_hub as push_to_hub
+    from .hub.saving import save_pretrained as save_pretrained
+    from .knapsack.solve import solve_knapsack as solve_knapsack
+    from .models.pruned_models import register_pruned_model as register_pruned_model
+    from .pruning.budget import Budget as Budget
+    from .pruning.prune import prune as prune
+    from .pruning.prune import sweep as sweep
+    from .recovery.closed_form import recover as recover
+    from .slim.channel_config import ChannelConfig as ChannelConfig
+    from .slim.channel_groups import ChannelGroup as ChannelGroup
+    from .slim.channel_groups import ChannelGroups as ChannelGroups
+    from .slim.cutting import resize_model as resize_model
+    from .slim.cutting import slice_model as slice_model
+    from .training.distillation import DistillationConfig as DistillationConfig
+    from .training.finetuning import FinetuneConfig as FinetuneConfig
+    from .training.finetuning import evaluate as evaluate
+    from .training.finetuning import finetune as finetune
+    from .values.criteria import Criterion as Criterion
+    from .values.criteria import register_criterion as register_criterion
+    from .values.gradient_pass import taylor_scores as taylor_scores
+    from .values.scores import Scores as Scores
 
 # Public name → the module it lives in, in the order in which a user meets them.
 _HOME = {
@@ -49,12 +84,14 @@ _HOME = {
 __all__ = ["BudgetError", "ChannelConfigError", "KnapsackError", "__version__", *_HOME]
 
 
-def __getattr__(name):
-    if name not in _HOME:
-        raise AttributeError(f"module 'timm_knapsack' has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take it for a promise that every name is there
+
+    def __getattr__(name):
+        if name not in _HOME:
+            raise AttributeError(f"module 'timm_knapsack' has no attribute {name!r}")
+        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__():

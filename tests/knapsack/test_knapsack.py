@@ -1,6 +1,5 @@
 """The knapsack solver against brute force, against Algorithm 1, and against properties that any optimum has."""
 
-import doctest
 import itertools
 import math
 from dataclasses import FrozenInstanceError, replace
@@ -387,10 +386,6 @@ def test_errors_say_what_and_where(arguments, message):
     if isinstance(arguments[2], str) or not 0 <= arguments[2] < math.inf:
         with pytest.raises(BudgetError):
             solve_knapsack(*arguments)
-
-
-def test_the_example_in_the_docstring():
-    assert doctest.testmod(knapsack).failed == 0
 
 
 # Properties.

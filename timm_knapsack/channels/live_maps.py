@@ -30,12 +30,13 @@ class LiveMaps:
         hold: keep every tensor, so that ids stay theirs; for tensors on the meta device, which cost nothing.
 
     Example:
-        >>> maps = LiveMaps(lambda tensor: tensor.numel() * tensor.element_size())
+        >>> maps, image = LiveMaps(lambda tensor: tensor.numel() * tensor.element_size()), torch.ones(1, 3, 8, 8)
         >>> maps.start([image])
-        >>> maps.follow(func, inputs, outputs)           # for every op, as a TorchDispatchMode sees it
+        >>> output = image.exp()
+        >>> maps.follow(torch.ops.aten.exp.default, [image], [output])  # for every op, as a TorchDispatchMode sees it
         >>> maps.finish([output])
-        >>> maps.lives()                                 # (what was described, first op, last op)
-        [(602112, 0, 1), (3211264, 1, 2), …]
+        >>> maps.lives()  # (what was described, first op, last op)
+        [(768, 0, 1), (768, 1, 1)]
     """
 
     def __init__(self, describe: Callable[[Tensor], Any], hold: bool = True):

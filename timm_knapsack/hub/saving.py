@@ -75,8 +75,9 @@ def save_pretrained(
 
     Example:
         >>> result = prune(model, loader, budget=Budget(macs=0.5))
-        >>> save_pretrained(result, "resnet50-half")
-        >>> timm.create_model("local-dir:resnet50-half", pretrained=True)
+        >>> save_pretrained(result, "net-half").name
+        'net-half'
+        >>> smaller = timm.create_model("local-dir:net-half", pretrained=True)
     """
     model, config, report = _unpack(result_or_model, report)
     folder = Path(folder).resolve()
@@ -133,8 +134,11 @@ def push_to_hub(
         saving: passed to `save_pretrained` where a result or model is given.
 
     Example:
-        >>> print(push_to_hub("resnet50-half", "me/resnet50-half", dry_run=True))
-        >>> push_to_hub("resnet50-half", "me/resnet50-half", private=True)
+        >>> print(push_to_hub("resnet20-half", "me/resnet20-half", dry_run=True))
+        would publish to me/resnet20-half, branch main:
+        ... bytes  model.safetensors
+        ...
+        >>> push_to_hub("resnet20-half", "me/resnet20-half", private=True)  # doctest: +SKIP
     """
     if not isinstance(folder_or_result, (str, os.PathLike)):
         with tempfile.TemporaryDirectory() as temporary:

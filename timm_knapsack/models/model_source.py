@@ -129,7 +129,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike) -> None:
     """Load a state dict from a .safetensors or .pth file into a model, strictly; wrapped ones are unwrapped.
 
     Example:
-        >>> load_weights(model, "resnet56.cifar10.safetensors")
+        >>> torch.save(model.state_dict(), "weights.pth")
+        >>> load_weights(model, "weights.pth")
     """
     path = Path(path)
     try:

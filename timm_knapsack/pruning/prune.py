@@ -60,6 +60,8 @@ def prune(
     Example:
         >>> result = prune(model, loader, budget=Budget(macs=0.5))
         >>> print(result.report)
+        cost            original         asked       counted     left
+        macs         ...
         >>> smaller = result.model
     """
     if not isinstance(budget, Budget):
@@ -98,6 +100,8 @@ def sweep(
 
     Example:
         >>> results = sweep(model, scores, [Budget(macs=f) for f in (0.7, 0.5, 0.3)])
+        >>> len(results)
+        3
     """
     if groups is None:
         groups = find_channel_groups(model)

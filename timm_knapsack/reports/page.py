@@ -36,7 +36,7 @@ def write_report(folder: str | os.PathLike, out: str | os.PathLike | None = None
         out: folder for the files; ``folder`` itself by default.
 
     Example:
-        >>> write_report("quickstart/model")[0].name
+        >>> write_report("resnet20-half")[0].name
         'report.html'
     """
     folder = Path(folder)
@@ -56,8 +56,8 @@ def stage_macs(folder: str | os.PathLike) -> list[dict[str, Any]]:
     """MACs of each stage before and after, counted on the meta device: rows with stage, original, counted.
 
     Example:
-        >>> stage_macs("quickstart/model")[0]
-        {'stage': 'conv1', 'original': 442368, 'counted': 331776}
+        >>> stage_macs("resnet20-half")[0]
+        {'stage': 'conv1', 'original': 442368, 'counted': ...}
     """
     base, config, size = _architecture(Path(folder))
     if base is None:

@@ -54,7 +54,7 @@ def taylor_scores(
         >>> groups = find_channel_groups(model)
         >>> scores = taylor_scores(model, groups, loader)
         >>> scores["layer1.0.conv1"].shape
-        torch.Size([64])
+        torch.Size([16])
     """
     rule = CRITERIA.find(criterion)
     about = {"criterion": criterion, "model": model_name(model), "data": data}

@@ -48,8 +48,8 @@ class LatencyTable:
         visits: what was measured: which copy, and seconds for each layer.
 
     Example:
-        >>> table = LatencyTable.measure(model, batch_size=8, path="cpu-b8.json")   # resumes if it was interrupted
-        >>> result = prune(model, loader, budget=Budget(latency=0.6, table=table))
+        >>> table = LatencyTable.measure(model, path="cpu.json", max_seconds=5)  # resumes if it was interrupted
+        >>> budget = Budget(latency=0.6, table=table)  # for prune(model, loader, budget=budget)
     """
 
     model: str
@@ -129,7 +129,8 @@ class LatencyTable:
             options: single fields of `MeasuringConditions`: batch_size, device, threads, max_seconds …
 
         Example:
-            >>> table = LatencyTable.measure(model, batch_size=8, threads=2, path="cpu-b8.json", max_seconds=60)
+            >>> LatencyTable.measure(model, batch_size=2, threads=1, path="cpu-b2.json", max_seconds=5)
+            LatencyTable(...)
         """
         asked = MeasuringConditions.read(conditions, **options)
         conditions = Conditions.of(model, asked)

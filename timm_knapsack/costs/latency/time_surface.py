@@ -22,7 +22,8 @@ class Surface:
     """Seconds over two widths, bilinear between knots; constant below the first knot of an axis.
 
     Example:
-        >>> Surface(np.array([8, 64]), np.array([8, 64]), np.array([[1.0, 2.0], [2.0, 6.0]])).at(36, 8)
+        >>> knots = np.array([8.0, 64.0])
+        >>> Surface((knots, knots), np.array([[1.0, 2.0], [2.0, 6.0]])).at(36, 8)
         1.5
     """
 
