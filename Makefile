@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-browser lint sweep clean
+.PHONY: quickstart test test-fast test-browser lint sweep clean
 
 quickstart: $(READY)
 	$(BIN)/timm-knapsack quickstart
 
 test: $(READY) lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not browser"
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Every room, without what takes long (tests/slow_tests.txt): at most 90 s on two cores.
+test-fast: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not browser and not slow"
 
 # The report in headless Chromium: Debian's is installed where this user may.
 test-browser: $(READY)

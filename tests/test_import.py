@@ -221,8 +221,14 @@ def test_the_doctor_says_when_it_can_not_write(monkeypatch, tmp_path):
         doctor.install_torchvision_hook()
 
 
-def test_the_doctor_reports_versions_and_devices():
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_doctor_reports_versions_devices_and_whether_timm_imports(monkeypatch, code):
+    def finished(command, **options):
+        assert command == [sys.executable, "-c", "import timm"]
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(doctor.subprocess, "run", finished)
     found = doctor.diagnose()
     assert found.versions["torch"] and found.versions["timm"] != "not installed"
     assert found.devices[0].startswith("cpu")
-    assert isinstance(found.plain_timm_imports, bool)
+    assert found.plain_timm_imports is (code == 0)

@@ -185,7 +185,8 @@ def check(result, help_: str, code: int = 2) -> None:
 
 
 def test_missing_label_column(user, work, capsys):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     table = datasets.Dataset.from_dict({"picture": [str(work / "flat" / "0.png")] * 4, "answer": [0, 1, 2, 3]})
     table = table.cast_column("picture", datasets.Image())
     (work / "table").mkdir(exist_ok=True)

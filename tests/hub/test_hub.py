@@ -15,8 +15,6 @@ from timm_knapsack.hub import saving as hub
 import timm  # isort: skip
 from safetensors import safe_open  # isort: skip
 
-torch.set_num_threads(1)
-
 
 def prune_randomly(model: nn.Module, macs: float = 0.5, **kwargs):
     torch.manual_seed(0)

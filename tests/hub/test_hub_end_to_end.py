@@ -18,8 +18,6 @@ from timm_knapsack.models.pruned_models import TIMM_WEIGHTS
 import timm  # isort: skip
 from safetensors.torch import save  # isort: skip
 
-torch.set_num_threads(1)
-
 CARDS = Path(__file__).resolve().parents[2] / "model_cards"  # current, says test_model_card
 EXECUTED = ["resnet50_knapsack_2g", "ecaresnet50d_knapsack_pruned", "efficientnet_b1_knapsack_pruned"]
 

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
 from PIL import Image
 
@@ -14,7 +13,6 @@ from timm_knapsack.hub.model_card import TEMPLATE, Evaluation, layer_widths, mod
 
 import timm  # isort: skip
 
-torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

@@ -16,14 +16,6 @@ NAMES = [f"cifar_resnet{depth}" for depth in (20, 32, 44, 56, 110)]
 PARAMS = {20: 269_722, 32: 464_154, 44: 658_586, 56: 853_018, 110: 1_727_962}  # Table 6 of He et al., plus biases
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def model():
     """ResNet-20 with statistics that are not trivial, so that a forgotten norm would show."""

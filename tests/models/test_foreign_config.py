@@ -14,8 +14,6 @@ from timm_knapsack.errors import ChannelConfigError, CheckpointError
 
 import timm  # isort: skip
 
-torch.set_num_threads(1)
-
 
 def load(folder) -> nn.Module:
     return timm.create_model(f"local-dir:{folder}", pretrained=True)

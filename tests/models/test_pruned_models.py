@@ -18,7 +18,6 @@ from timm_knapsack.models.rebuild import WRAPPERS
 import timm  # isort: skip
 from timm.models import create_feature_extractor, get_graph_node_names, group_parameters  # isort: skip
 
-torch.set_num_threads(1)
 
 # name: parameters, MACs at the default input size
 NAMED = {

@@ -10,8 +10,6 @@ import timm_knapsack  # noqa: F401
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import roundtrip_families
 
-torch.set_num_threads(1)
-
 QUICK = "starnet_s050 ese_vovnet19b_slim_dw convnext_zepto_rms resnet10t gmlp_ti16_224 cs3darknet_focus_s".split()
 
 

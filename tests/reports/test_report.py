@@ -208,7 +208,7 @@ document.getElementById("f").onload = () => {
 def chromium(*arguments: str, profile) -> subprocess.CompletedProcess:
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
-        pytest.skip("no chromium; `make test-browser` installs Debian's")
+        pytest.fail("no chromium; `make test-browser` installs Debian's")
     command = [program, *FLAGS, f"--user-data-dir={profile}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
 

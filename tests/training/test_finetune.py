@@ -27,14 +27,6 @@ PLAIN = DistillationConfig(kd_weight=0, ikd_weight=0, label_smoothing=0.0)
 FULL = DistillationConfig(ikd_weight=1.0, ikd_at="convs", ikd_weight_decay=0.01)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def network(width, seed=0, norm=False, dropout=0.0):
     torch.manual_seed(seed)
     layers = [nn.Conv2d(3, width, 3, padding=1), *([nn.BatchNorm2d(width)] if norm else []), nn.ReLU(inplace=True)]
@@ -472,7 +464,7 @@ def worker(folder):
 
 def launch_two(folder):
     """In a process of its own, which forks: ``debug_launcher`` does start two, ``accelerate launch --cpu`` does not."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = dict(os.environ)
     command = [sys.executable, __file__, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
