@@ -14,6 +14,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from timm_knapsack.cli import app as cli
+from timm_knapsack.pipeline.recipe_run import KEPT
+from timm_knapsack.pipeline.stages import STAGES
 
 VERBS = (
     "doctor",
@@ -122,6 +124,20 @@ def test_json_parses_and_stands_alone(line, user):
     assert isinstance(json.loads(out), dict)
 
 
+def test_stages_print_a_line_each_on_a_pipe_and_json_stands_alone(user):
+    line = "--weights weights.safetensors --data images --limit 10 --recover-images 10 --batch-size 10 --device cpu"
+    code, out, err = user(f"prune cifar_resnet20 {line} --budget macs=0.5 --out lines --json")
+    assert code == 0 and json.loads(out)["folder"].endswith("lines")
+    stages = [line.partition(":")[0] for line in err.splitlines()]
+    assert stages == ["model", "data", "groups", "score", "prune", "recover", "save"]
+    assert all(re.search(r"\d\.\d s$", line) for line in err.splitlines())
+
+
+def test_the_help_of_run_names_every_stage(user):
+    text = " ".join(user("run --help")[1].replace("│", " ").split())
+    assert ", ".join(KEPT) in text
+
+
 def test_one_scoring_pass_serves_several_budgets(user):
     assert user("score cifar_resnet20 --weights weights.safetensors --data images --limit 20 --device cpu")[0] == 0
     macs = {}
@@ -178,10 +194,11 @@ def test_mistake_is_answered_by_one_helpful_line(mistake, user):
 
 def check(result, help_: str, code: int = 2) -> None:
     found, out, err = result
-    lines = [line for line in err.splitlines() if not line.startswith("note:")]
+    *before, last = err.splitlines()
     assert found == code, err
-    assert out == "" and len(lines) == 1 and lines[0].startswith("error: "), err
-    assert help_ in lines[0] and len(lines[0]) < 600
+    assert out == "" and last.startswith("error: "), err
+    assert all(line.startswith("note:") or line.partition(":")[0] in STAGES for line in before), err
+    assert help_ in last and len(last) < 600
 
 
 def test_missing_label_column(user, work, capsys):

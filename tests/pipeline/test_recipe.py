@@ -142,13 +142,15 @@ def test_unchanged_stages_are_skipped(small, tmp_path):
         assert Path(result["report"]).exists()
         return [stage for stage, state in result["stages"].items() if state == "done"]
 
-    every = ["score", "prune", "recover", "finetune", "evaluate", "save"]
+    every = ["score", "prune", "recover", "finetune", "evaluate", "save", "report"]
     assert states(small) == every
     assert states(small) == []
-    assert states({**small, "about": "other words"}) == ["save"]
+    assert states({**small, "about": "other words"}) == ["save", "report"]
     assert states(small, from_stage="evaluate") == every[4:]
     (tmp_path / "run" / "finetune" / "stage.json").unlink()  # as if it had been interrupted
     assert states(small) == ["finetune"]  # the same inputs give the same result: what follows stands
+    (tmp_path / "run" / "save" / "stage.json").unlink()
+    assert states(small) == ["save", "report"]  # a new folder needs its report again
     assert states({**small, "budget": {"macs": 0.6}}) == every[1:]
     assert timm.create_model(f"local-dir:{tmp_path}/run/save/model", pretrained=True).num_classes == 2
     with pytest.raises(RecipeError, match="there are latency, score"):

@@ -17,12 +17,6 @@ def stdout():
     return Console(width=None if sys.stdout.isatty() else 120, soft_wrap=True, highlight=False)
 
 
-def note(text: str) -> None:
-    """A remark for the person at the terminal; nothing when stderr is piped."""
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr)
-
-
 def warn(text: str) -> None:
     """A remark that also a script's log should hold."""
     print(f"note: {text}", file=sys.stderr)
@@ -81,30 +75,6 @@ def choose_device(device: str) -> str:
             f"--device {device}: {found}; use --device auto or cpu (`timm-knapsack doctor` lists devices)"
         )
     return device
-
-
-def calibration_loader(data: Any, model: Any, labels: str):
-    """A loader for scoring, labelled as ``--labels`` says."""
-    from ..errors import DataError
-    from ..images.loaders import create_loader
-    from ..images.model_labels import CALIBRATION, ModelLabels
-
-    if labels not in ("auto", "data", "model"):
-        raise KnapsackError(f"--labels {labels!r} is none of auto, data, model")
-    wanted = {"auto": "auto", "data": "required", "model": "ignore"}[labels]
-    options = {**CALIBRATION, **data.loader_options(), "labels": wanted}
-    try:
-        loader = create_loader(data.source, model, **options)
-    except DataError as error:
-        if labels == "auto" and "classes, but the model has" in str(error):
-            raise DataError(f"{error}; or let the model label the images: --labels model") from None
-        raise
-    if labels == "model":
-        return ModelLabels(loader, model)
-    if not getattr(loader.dataset, "has_labels", True):
-        warn(f"{data.source} has no labels; the model's own classes stand in for them (--labels model)")
-        return ModelLabels(loader, model)
-    return loader
 
 
 def check_writable(folder: str | os.PathLike) -> Path:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,10 +42,11 @@ def finetune(
         os.environ["ACCELERATE_USE_CPU"] = "true"
     from ..hub.saving import CHANNELS
     from ..models.model_source import ModelSource
-    from ..pipeline.saving import save_run
+    from ..pipeline.recipe import ModelPart, Settings
+    from ..pipeline.stage import Job, Student, run_stages
+    from ..pipeline.stages import FINETUNE, stages
     from ..reports.run_record import RunRecord
     from ..training.evaluation import start_accelerator
-    from ..training.finetuning import finetune as finetune_model
 
     if data.source is None:
         raise KnapsackError("finetune needs images with labels: --data FOLDER")
@@ -54,35 +55,29 @@ def finetune(
             f"{student} is no folder with a pruned model; `timm-knapsack prune MODEL --out {student}` makes one"
         )
     folder = console.check_writable(out)
-    config = _config(settings, epochs, lr, kd_weight, ikd_weight, str(folder / "checkpoints"), overwrite)
-    record = RunRecord.load(student)
-    network = ModelSource(student).load()
-    guide = _teacher(record, teacher, teacher_weights, network) if kd_weight or ikd_weight else None
-    accelerator = start_accelerator(config.mixed_precision, config.trackers, config.output_dir)
-    train, test = _loaders(network, data, config.seed)
-    result = finetune_model(
-        network, guide, train, test, config, accelerator=accelerator, kept=record.kept_channels or None, resume=resume
-    )
-    if not accelerator.is_main_process:
+    values = _values(settings, {"epochs": epochs, "lr": lr, "overwrite": overwrite}, kd_weight, ikd_weight)
+    job = Job(
+        Settings(model=ModelPart(student), finetune=values), folder=folder / "model",
+        checkpoints=folder / "checkpoints", resume=resume, eval_name=data.eval_source or data.source,
+        notes=[f"fine-tuned for {epochs} epochs, lr {lr}, kd {kd_weight}, ikd {ikd_weight}"],
+        words={"resume": "go on with the same command and --resume"},
+    )  # fmt: skip
+    config = job.finetune_config()
+    record, network = RunRecord.load(student), ModelSource(student).load()
+    if config.distillation.kd_weight or config.distillation.ikd_weight:
+        job.made["base"] = _teacher(record, teacher, teacher_weights, network)
+    job.made["student"] = Student(network, record)
+    job.accelerator = start_accelerator(config.mixed_precision, config.trackers, config.output_dir)
+    job.made["training"], job.made["evaluation"] = _loaders(network, data, config.seed)
+    first, *rest = stages(*FINETUNE)
+    run_stages([first], job)
+    if not job.is_main:
         return
-    record.add_finetuning(config, result)
-    if result.interrupted:
-        raise KnapsackError(
-            f"stopped by a signal after update {result.updates}; go on with the same command and --resume"
-        )
+    result = job["tuned"]
     if result.evaluations:
         metrics = {key: result.evaluations[-1][key] for key in ("top1", "top5", "loss", "samples")}
-        record.add_evaluation("fine-tuned", metrics, data.eval_source or data.source)
-    model = result.model
-    model.channel_config = network.channel_config
-    saved, _ = save_run(
-        model,
-        folder / "model",
-        record=record,
-        report=None,
-        evaluation=_card_rows(record),
-        notes=[f"fine-tuned for {config.epochs} epochs, lr {config.lr}, kd {kd_weight}, ikd {ikd_weight}"],
-    )
+        job.made["evaluations"] = [{"what": "fine-tuned", **metrics}]
+    saved = run_stages(rest, job)["saved"]
     if as_json:
         facts = {
             "folder": str(saved),
@@ -96,17 +91,14 @@ def finetune(
     console.stdout().print(f"{saved}: {result.updates} updates{top1}", markup=False)
 
 
-def _config(settings, epochs, lr, kd_weight, ikd_weight, output_dir, overwrite):
+def _values(settings: list[str] | None, given: dict[str, Any], kd_weight: float, ikd_weight: float) -> dict[str, Any]:
+    """Fields of `FinetuneConfig` as plain values; those of --set win."""
     from ..pipeline.recipe import finetune_config
 
-    values = console.parse_settings(settings, "--set")
-    distillation = {"kd_weight": kd_weight, "ikd_weight": ikd_weight}
-    return finetune_config(
-        {"epochs": epochs, "lr": lr, "overwrite": overwrite, **values},
-        distillation,
-        output_dir=output_dir,
-        place="--set",
-    )
+    weights = {"kd_weight": kd_weight, "ikd_weight": ikd_weight}
+    values = {**given, **console.parse_settings(settings, "--set")}
+    finetune_config(values, weights, place="--set")  # a typo costs no time
+    return {**values, "distillation": {**weights, **values.get("distillation", {})}}
 
 
 def _teacher(record, teacher, teacher_weights, student):
@@ -145,18 +137,3 @@ def _loaders(model, data: TrainingDataOptions, seed: int):
         console.warn(f"{data.source} has no other split to evaluate on; name images for it with --eval-data")
         return train, None
     return train, create_loader(data.source, model, **common)
-
-
-def _card_rows(record) -> list[dict]:
-    original = next((row["top1"] for row in record.evaluations if row["what"] == "original"), None)
-    rows = [row for row in record.evaluations if row["what"] == "fine-tuned"]
-    return [
-        {
-            "dataset": row["data"],
-            "top1": row["top1"],
-            "top5": row["top5"],
-            "samples": row["samples"],
-            "original_top1": original,
-        }
-        for row in rows
-    ]

@@ -7,7 +7,7 @@ import typer
 
 from . import console
 from .options import CriterionOption, DataOptions, DeviceOption, JsonOption, LabelsOption, NetworkOptions, verb
-from .score import scores_of
+from .score import scoring_job
 
 
 @verb(limit=1024)
@@ -45,53 +45,34 @@ def prune(
 
     Example: timm-knapsack prune resnet18 --no-pretrained --criterion magnitude --budget macs=0.5 --out resnet18-half
     """
-    from ..channels.find_groups import find_channel_groups
     from ..costs.latency.table import LatencyTable
-    from ..pipeline.saving import save_run
+    from ..pipeline.recipe import PrunePart, RecoverPart
+    from ..pipeline.stage import run_stages
+    from ..pipeline.stages import PRUNE, stages
     from ..pruning.budget import Budget
-    from ..pruning.prune import prune as prune_model
-    from ..values.scores import Scores
 
     wanted = Budget.parse(budget, LatencyTable.load(latency_table) if latency_table else None)  # a typo costs no time
     where = console.choose_device(device)
-    source = network.source()
-    source.check()
-    folder = console.check_writable(out or f"{_short(network.model)}-pruned")
-    model = source.load().to(where)
-    found = find_channel_groups(model)
-    if scores is not None:
-        values = Scores.load(scores, found)
-    else:
-        values = scores_of(model, found, data, criterion, False, labels)
     min_keep = int(min_keep) if min_keep >= 1 else min_keep
-    result = prune_model(
-        model,
-        scores=values,
-        budget=wanted,
-        round_to=round_to,
-        min_keep=min_keep,
-        ignore=ignore or (),
-        groups=found,
-        base_args=source.base_args,
-    )
-    notes = []
-    if recover and data.source is not None:
-        from ..images.loaders import create_loader
-        from ..images.model_labels import CALIBRATION
-        from ..recovery.closed_form import recover as recover_model
-
-        console.note("recovering …")
-        options = {**CALIBRATION, **data.loader_options(), "labels": "ignore", "limit": recover_images}
-        images = create_loader(data.source, model, **options)
-        recover_model(result.model, model, images, kept=result.kept_channels)
-        notes.append(f"recovered in closed form with {len(images.dataset)} images")
-    folder, record = save_run(result, folder, source, notes=notes)
+    job = scoring_job(
+        network, data, criterion, labels, where, needs_data=scores is None, budget=wanted,
+        prune=PrunePart(round_to, min_keep, tuple(ignore or ())),
+        recover=RecoverPart(recover_images, data.batch_size),
+    )  # fmt: skip
+    job.source.check()
+    job.folder = console.check_writable(out or f"{_short(network.model)}-pruned")
+    job.options = {"scores": scores}
+    names = ["read scores" if name == "score" and scores is not None else name for name in PRUNE]
+    without = ["data", "recover"] if data.source is None else [] if recover else ["recover"]
+    run_stages(stages(*names, without=without), job)
+    student, folder = job["student"], job["saved"]
+    result = student.result
     if as_json:
         console.print_json(
             {"folder": str(folder), **result.report.to_dict(), "channel_config": result.channel_config.to_dict()}
         )
         return
-    console.print_costs(record.pruning, f"{network.model} → {folder}")
+    console.print_costs(student.record.pruning, f"{network.model} → {folder}")
     kept = result.report.value / result.report.total_value if result.report.total_value else 1.0
     console.stdout().print(
         f"importance kept: {kept:.2%}\nimport timm, timm_knapsack\n"

@@ -20,9 +20,7 @@ def quickstart(
     from ..pipeline.quickstart import quickstart as start
 
     folder = console.check_writable(out)
-    result = start(
-        folder, base_epochs=epochs, say=(lambda text: None) if as_json else (lambda text: print(text, flush=True))
-    )
+    result = start(folder, base_epochs=epochs)
     if as_json:
         console.print_json(result)
         return

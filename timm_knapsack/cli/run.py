@@ -14,7 +14,8 @@ def run(
     from_stage: Annotated[
         str | None,
         typer.Option(
-            "--from", help="Redo from here: latency, score, prune, recover, finetune, evaluate, save.", metavar="STAGE"
+            "--from", help="Redo from here: latency, score, prune, recover, finetune, evaluate, save, report.",
+            metavar="STAGE",
         ),
     ] = None,
     settings: Annotated[
@@ -55,7 +56,7 @@ def run(
         )
         return
     folder = console.check_writable(out or f"runs/{loaded.name}")
-    result = run_recipe(loaded, folder, from_stage=from_stage, device=where, say=console.note)
+    result = run_recipe(loaded, folder, from_stage=from_stage, device=where)
     if not result["main_process"]:
         return
     if as_json:

@@ -25,12 +25,13 @@ def score(
 
     Example: timm-knapsack score resnet18 --no-pretrained --criterion magnitude --out scores.safetensors
     """
-    from ..channels.find_groups import find_channel_groups
+    from ..pipeline.stage import run_stages
+    from ..pipeline.stages import SCORE, stages
 
     where = console.choose_device(device)
     console.check_writable(Path(out).parent)
-    model = network.source().load().to(where)
-    scores = scores_of(model, find_channel_groups(model), data, criterion, per_sample, labels)
+    job = scoring_job(network, data, criterion, labels, where, per_sample=per_sample)
+    scores = run_stages(stages(*SCORE, without=["data"] if data.source is None else []), job)["scores"]
     scores.save(out)
     if as_json:
         facts = {"file": out, "model": network.model, "criterion": criterion, "samples": scores.samples}
@@ -43,15 +44,24 @@ def score(
     )
 
 
-def scores_of(model, groups, data: DataOptions, criterion: str, per_sample: bool, labels: str):
+def scoring_job(
+    network: NetworkOptions, data: DataOptions, criterion: str, labels: str, device: str, *, per_sample: bool = False,
+    needs_data: bool = True, **settings,
+):  # fmt: skip
+    """A job that scores a network, or only reads scores, as the options say."""
+    from ..pipeline.loaders import LABELS
+    from ..pipeline.recipe import DataPart, ModelPart, ScorePart, Settings
+    from ..pipeline.stage import Job
     from ..values.criteria import CRITERIA
-    from ..values.gradient_pass import taylor_scores
 
-    loader = None
-    if CRITERIA.find(criterion).needs_data:
-        if data.source is None:
-            raise KnapsackError(
-                f"criterion {criterion!r} needs images: --data FOLDER; without any there is --criterion magnitude"
-            )
-        loader = console.calibration_loader(data, model, labels)
-    return taylor_scores(model, groups, loader, criterion, per_sample=per_sample, data=data.source or "")
+    if labels not in LABELS:
+        raise KnapsackError(f"--labels {labels!r} is none of {', '.join(LABELS)}")
+    if needs_data and CRITERIA.find(criterion).needs_data and data.source is None:
+        raise KnapsackError(
+            f"criterion {criterion!r} needs images: --data FOLDER; without any there is --criterion magnitude"
+        )
+    part = None if data.source is None else DataPart(data.source, train_split=data.split, **data.reading())
+    score = ScorePart(criterion, data.limit, data.batch_size, per_sample, labels)
+    model = ModelPart(**network.source().to_dict())
+    made = Settings(model=model, data=part, score=score, **settings)
+    return Job(made, device=device, words={"labels": "--labels model"})

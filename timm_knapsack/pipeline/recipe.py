@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import KnapsackError, RecipeError
+from ..models.model_source import ModelSource
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class ModelPart:
     pretrained: bool = True
     weights: str | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
+
+    def source(self) -> ModelSource:
+        return ModelSource(**asdict(self))
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class DataPart:
 
 @dataclass(frozen=True)
 class ScorePart:
-    """How channels are valued. ``labels``: data, or model for images without."""
+    """How channels are valued. ``labels``: data, model for images without, or auto for what there is."""
 
     criterion: str = "abs"
     images: int | None = 8192
@@ -98,8 +102,34 @@ class RecoverPart:
     batch_size: int = 64
 
 
-@dataclass(frozen=True)
-class Recipe:
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How the stages of a job do their work, each its part; a `Recipe` is this with a name, from a file.
+
+    Attributes:
+        data: None where the loaders come from elsewhere.
+        budget: None where nothing is pruned.
+        finetune: fields of `FinetuneConfig`, ``batch_size`` (images on each process), ``augmentation`` and
+            ``distillation``; an empty mapping for no fine-tuning.
+
+    Example:
+        >>> Settings(model=ModelPart("resnet18", pretrained=False)).score.criterion
+        'abs'
+    """
+
+    model: ModelPart
+    data: DataPart | None = None
+    budget: Any = None
+    score: ScorePart = field(default_factory=ScorePart)
+    latency: LatencyPart = field(default_factory=LatencyPart)
+    prune: PrunePart = field(default_factory=PrunePart)
+    recover: RecoverPart = field(default_factory=RecoverPart)
+    finetune: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Settings):
     """A whole run.
 
     Attributes:
@@ -107,8 +137,6 @@ class Recipe:
         budget: what may be left, cost by cost, as `Budget` takes it: ``{macs: 0.5}``.
         about: words.
         paper: what the paper reports for this row, to compare with; free-form.
-        finetune: fields of `FinetuneConfig`, ``batch_size`` (images on each process), ``augmentation`` and
-            ``distillation``; an empty mapping for no fine-tuning.
 
     Example:
         >>> recipe = Recipe.from_dict({"name": "half", "model": {"name": "resnet18"}, "budget": {"macs": 0.5},
@@ -118,17 +146,10 @@ class Recipe:
     """
 
     name: str
-    model: ModelPart
     data: DataPart
     budget: Mapping[str, Any]
     about: str = ""
     paper: Mapping[str, Any] = field(default_factory=dict)
-    score: ScorePart = field(default_factory=ScorePart)
-    latency: LatencyPart = field(default_factory=LatencyPart)
-    prune: PrunePart = field(default_factory=PrunePart)
-    recover: RecoverPart = field(default_factory=RecoverPart)
-    finetune: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
 
     def __post_init__(self):
         from ..pruning.budget import read_amounts

@@ -1,0 +1,60 @@
+"""The images of a job: one loader for each purpose, as the settings say."""
+
+from typing import Any
+
+from ..errors import DataError, RecipeError
+from ..images.loaders import create_loader
+from ..images.model_labels import CALIBRATION, ModelLabels
+
+PURPOSES = ("calibration", "recovery", "training", "evaluation")
+LABELS = {"auto": "auto", "data": "required", "model": "ignore"}  # of score.labels: labels of create_loader
+EVAL_BATCH = 64
+
+
+def open_loader(job: Any, purpose: str, **changes) -> Any:
+    """A loader of the job's data; ``changes`` are arguments of `create_loader` that win."""
+    data, settings = job.settings.data, job.settings
+    names = ("image_column", "label_column", "subset", "root", "input_size", "num_workers")
+    reading = {"seed": settings.seed, **{name: getattr(data, name) for name in names}}
+    source, reading["split"] = data.source, data.train_split
+    if purpose == "calibration":
+        return _labelled(job, source, {**reading, **changes})
+    if purpose == "recovery":
+        part = settings.recover
+        reading |= {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size, "labels": "ignore"}
+    elif purpose == "training":
+        part = settings.finetune
+        reading |= {"training": True, "labels": "required", "augmentation": part.get("augmentation")}
+        reading["batch_size"] = int(part.get("batch_size", EVAL_BATCH))
+    else:
+        source = data.eval_source or data.source
+        reading |= {"split": data.eval_split, "batch_size": EVAL_BATCH, "labels": "required"}
+    return create_loader(source, job["base"], **{**reading, **changes})
+
+
+def _labelled(job: Any, source: Any, reading: dict[str, Any]) -> Any:
+    """Images to score with: labelled by the data, or by the model itself."""
+    part, base = job.settings.score, job["base"]
+    if part.labels not in LABELS:
+        raise RecipeError(f"score.labels is {part.labels!r}, expected {', '.join(LABELS)}")
+    say_so = job.words.get("labels", "score.labels: model")
+    options = {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size, "labels": LABELS[part.labels]}
+    try:
+        loader = create_loader(source, base, **{**options, **reading})
+    except DataError as error:
+        if part.labels == "auto" and "classes, but the model has" in str(error):
+            raise DataError(f"{error}; or let the model label the images: {say_so}") from None
+        raise
+    if part.labels == "auto" and not getattr(loader.dataset, "has_labels", True):
+        job.say(f"note: {source} has no labels; the model's own classes stand in for them ({say_so})")
+        return ModelLabels(loader, base)
+    return ModelLabels(loader, base) if part.labels == "model" else loader
+
+
+def count_images(loader: Any) -> int | None:
+    """How many images a loader gives in an epoch; None where nobody knows before it is read."""
+    loader = loader.loader if isinstance(loader, ModelLabels) else loader
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError):
+        return None

@@ -1,0 +1,296 @@
+"""The stages of the pipeline, each written once, and the lists that are made of them.
+
+    model → data → groups → latency → score → prune → recover → finetune → evaluate → save → report
+
+Each function takes the `Job`, puts what it makes into it, and returns its figures in words. `STAGES` says what each
+needs and makes; a command is a list of their names.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import timm
+import torch
+
+from ..channels.find_groups import find_channel_groups
+from ..costs.counted import count_macs, count_params
+from ..costs.latency.network_timing import compare_latency
+from ..costs.latency.table import LatencyTable
+from ..errors import KnapsackError, TrainingError
+from ..human_numbers import human
+from ..pruning.budget import Budget
+from ..pruning.prune import prune
+from ..recovery.closed_form import recover_layers
+from ..reports.page import write_report
+from ..reports.run_record import RunRecord
+from ..slim.tensor_files import write_tensors
+from ..training.evaluation import evaluate
+from ..training.finetuning import finetune
+from ..values.criteria import CRITERIA
+from ..values.gradient_pass import taylor_scores
+from ..values.scores import Scores
+from .loaders import PURPOSES, count_images
+from .recipe import finetune_config
+from .saving import save_run
+from .stage import Job, Stage, Student, run_stages
+
+# ---- what is there before anything is pruned ----------------------------------------------------------------------
+
+
+def _model(job: Job) -> str:
+    job.made["base"] = base = job.source.load().to(job.device)
+    return f"{job.source.name}, {human(count_params(base))} parameters"
+
+
+def _groups(job: Job) -> str:
+    job.made["groups"] = groups = find_channel_groups(job["base"])
+    return f"{len(groups)} groups of {sum(groups.sizes)} units, {human(groups.macs())} MACs"
+
+
+def _data(job: Job) -> str:
+    """Open all loaders at once: images that can't be read are found before hours of work, not after."""
+    counts = []
+    scored_on_images = CRITERIA.find(job.settings.score.criterion).needs_data
+    for purpose in PURPOSES:
+        if purpose in job.wanted and (purpose != "calibration" or scored_on_images):
+            job.made[purpose] = loader = job.open(purpose)
+            if loader is not None:
+                counts.append(f"{count_images(loader) or 'a stream of'} images for {purpose}")
+    return ", ".join(counts) or "no images"
+
+
+def _train(job: Job) -> str:
+    """Train the network that will be pruned, on labels alone, and keep its weights in a file."""
+    options = dict(job.options["train"])
+    path = options.pop("weights")
+    config = finetune_config({"distillation": {"kd_weight": 0, "ikd_weight": 0}, **options})
+    tuned = finetune(job["base"], None, job["training"], None, config, accelerator=job.accelerator)
+    write_tensors(path, job["base"].state_dict())
+    job.source = replace(job.source, pretrained=False, weights=str(path))  # what was pruned, for whoever goes on
+    return f"{config.epochs} epochs, {tuned.updates} updates"
+
+
+# ---- values and costs ---------------------------------------------------------------------------------------------
+
+
+def _latency(job: Job) -> str:
+    part = job.settings.latency
+    model = job["base"] if part.device == "auto" else job.source.load().to(part.device)
+    job.made["table"] = table = LatencyTable.measure(
+        model, conditions=part.conditions(), progress=sys.stderr.isatty()
+    )
+    return f"{len(table.layers)} layers at batch {part.batch_size}, {len(table.visits)} visits"
+
+
+def _score(job: Job) -> str:
+    part = job.settings.score
+    job.made["scores"] = scores = taylor_scores(
+        job["base"], job["groups"], job.get("calibration"), part.criterion, job.accelerator,
+        per_sample=part.per_sample, data=job.data_name, seed=job.settings.seed,
+    )  # fmt: skip
+    return f"{scores.samples or 'no'} images, criterion {part.criterion}"
+
+
+def _read_scores(job: Job) -> str:
+    path = job.options["scores"]
+    job.made["scores"] = scores = Scores.load(path, job["groups"])
+    return f"{path}: {scores.samples or 'no'} images, criterion {scores.criterion}"
+
+
+# ---- the slim network ---------------------------------------------------------------------------------------------
+
+
+def _prune(job: Job) -> str:
+    budget = job.settings.budget
+    if not isinstance(budget, Budget):
+        budget = Budget(**budget, table=job.get("table"))
+    result = prune(
+        job["base"], scores=job["scores"], budget=budget, groups=job["groups"], base_args=job.source.base_args,
+        **asdict(job.settings.prune),
+    )  # fmt: skip
+    job.made["student"] = Student(result.model, RunRecord.of_pruning(result, job.source.to_dict()), result=result)
+    figures = []
+    for line in result.report.costs:
+        if line.asked is not None:
+            left, asked = 100 * line.counted / line.original, 100 * line.asked / line.original
+            counted = line.unit in ("", line.label)  # "40.6 M MACs", but "12.3 ms"
+            original = f"{human(line.original)} {line.unit}" if counted else human(line.original, line.unit)
+            figures.append(f"{left:.1f} % of {original} (asked {asked:.4g} %)")
+    return ", ".join(figures)
+
+
+def _recover(job: Job) -> str:
+    student, loader, images = job["student"], job["recovery"], job.settings.recover.images
+    fits = recover_layers(student.model, job["base"], loader, kept=student.kept, images=images)
+    count = min(count_images(loader) or images, images)
+    job.made["student"] = student.then("recovered", note=f"recovered in closed form with {count} images")
+    return f"{count} images, {sum(not fit.skipped for fit in fits)} layers"
+
+
+def _finetune(job: Job) -> str:
+    student, config = job["student"], job.finetune_config()
+    distils = config.distillation.kd_weight or config.distillation.ikd_weight
+    tuned = finetune(
+        student.model, job["base"] if distils else None, job["training"], job.get("evaluation"), config,
+        accelerator=job.accelerator, kept=student.kept, resume=job.resume,
+    )  # fmt: skip
+    if tuned.interrupted:
+        again = job.words.get("resume", "the same command goes on from there")
+        raise TrainingError(f"stopped by a signal after update {tuned.updates}; {again}")
+    tuned.model.channel_config = student.model.channel_config  # an average of the student is another module
+    student.record.add_finetuning(config, tuned)
+    job.made |= {"tuned": tuned, "student": student.then("fine-tuned", tuned.model)}
+    top1 = "" if tuned.last_top1 is None else f", top-1 {tuned.last_top1:.2f} %"
+    return f"{config.epochs} epochs, {tuned.updates} updates{top1}"
+
+
+# ---- what came out ------------------------------------------------------------------------------------------------
+
+
+def _evaluate(job: Job) -> str:
+    """Evaluate what has not been evaluated yet: the original, and the student as it is now."""
+    rows = job.made["evaluations"] = list(job.get("evaluations") or ())
+    known = len(rows)
+    for what, model in job.versions():
+        if what not in [row["what"] for row in rows[:known]]:
+            rows.append({"what": what, **evaluate(model, job["evaluation"], job.accelerator)})
+    figures = ", ".join(f"{row['what']} {row['top1']:.2f} %" for row in rows[known:])
+    return f"top-1 {figures} on {rows[-1]['samples']} images"
+
+
+def _timing(job: Job) -> str:
+    """Time the original and the student in turns."""
+    part, student = job.settings.latency, job["student"]
+    times = compare_latency([job["base"], student.model], conditions=part.conditions()).latencies
+    before, after = (latency.median for latency in times)
+    about = {"batch_size": part.batch_size, "threads": part.threads or torch.get_num_threads()}
+    student.record.latency = {"original": before, "pruned": after, **about, "device": job.device}
+    return f"{before * 1e3:.1f} → {after * 1e3:.1f} ms at batch {part.batch_size}"
+
+
+def _sweep(job: Job) -> str:
+    """Accuracy against MACs: other budgets after recovery alone, and the original on smaller images as a baseline."""
+    record = job["student"].record
+    macs = next(line for line in record.pruning["costs"] if line["name"] == "macs")
+    top1 = {row["what"]: row["top1"] for row in job["evaluations"]}
+    asked = macs["asked"] / macs["original"]
+    rows = [{"what": "original", "kind": "original", "macs": macs["original"], "top1": top1["original"]}]
+    for what, name, kind in (
+        ("fine-tuned", "fine-tuned", "fine-tuned"),
+        ("recovered", f"{asked:.0%}", "pruned and recovered"),
+    ):
+        if what in top1:
+            rows.append({"what": name, "kind": kind, "macs": macs["counted"], "top1": top1[what]})
+    made = {name: job[name] for name in ("base", "groups", "scores", "recovery", "evaluation")}
+    for share in job.options["sweep"]["budgets"]:
+        settings = replace(job.settings, budget=Budget(macs=share))
+        one = replace(job, settings=settings, made={**made, "evaluations": rows[:1]}, say=lambda line: None)
+        run_stages(stages("prune", "recover", "evaluate"), one)
+        counted = one["student"].result.report.line("macs").counted
+        row = {"what": f"{share:.0%}", "kind": "pruned and recovered", "macs": counted}
+        rows.append({**row, "top1": one["evaluations"][-1]["top1"]})
+    for side in job.options["sweep"]["sides"]:
+        metrics = evaluate(job["base"], job.open("evaluation", input_size=side), job.accelerator)
+        macs_there = count_macs(job["base"], (3, side, side))
+        row = {"what": f"{side} px", "kind": "original, smaller images", "macs": macs_there}
+        rows.append({**row, "top1": metrics["top1"]})
+    record.sweep = rows
+    return f"{len(rows)} points"
+
+
+def _save(job: Job) -> str:
+    student = job["student"]
+    record = student.record
+    for row in job.get("evaluations") or ():
+        record.add_evaluation(row["what"], {key: value for key, value in row.items() if key != "what"}, job.eval_name)
+    record.command = job.command or record.command
+    job.made["saved"], _ = save_run(
+        student.savable, job.folder, record=record, evaluation=_card_rows(job, student),
+        notes=[*student.notes, *job.notes], **job.saving,
+    )  # fmt: skip
+    return str(job["saved"])
+
+
+def _card_rows(job: Job, student: Student) -> list[dict[str, Any]]:
+    """Accuracies of the student as it is, on whatever it was evaluated on, for the model card."""
+    rows = student.record.evaluations
+    original = next((row["top1"] for row in rows if row["what"] == "original"), None)
+    found = []
+    for row in rows:
+        if row["what"] == student.what:
+            about = {"dataset": row["data"], "split": job.eval_split if row["data"] == job.eval_name else None}
+            metrics = {key: row.get(key) for key in ("top1", "top5", "samples")}
+            found.append({**about, **metrics, "original_top1": original})
+    return found
+
+
+def _reload(job: Job) -> str:
+    """Load what was saved as a user will, and evaluate it again."""
+    loaded = timm.create_model(f"local-dir:{job['saved']}", pretrained=True).eval().to(job.device)
+    again, before = evaluate(loaded, job["evaluation"], job.accelerator)["top1"], job["evaluations"][-1]["top1"]
+    if again != before:
+        raise KnapsackError(f"loaded back, the model has {again:.2f} % top-1, saved {before:.2f} %; please report this")
+    return f"through timm.create_model, top-1 {again:.2f} % again"
+
+
+def _report(job: Job) -> str:
+    job.made["report"] = page = write_report(job["saved"])[0]
+    return str(page)
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------
+
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("model", _model, makes=("base",), everywhere=True),
+        Stage("data", _data, needs=("base",), makes=PURPOSES, everywhere=True),
+        Stage("train", _train, needs=("base", "training"), makes=("base",), everywhere=True, bar=True),
+        Stage("groups", _groups, needs=("base",), makes=("groups",), everywhere=True),
+        Stage("latency", _latency, needs=("base",), makes=("table",), bar=True),
+        Stage(
+            "score", _score, needs=("base", "groups"), uses=("calibration",), makes=("scores",), everywhere=True,
+            bar=True,
+        ),
+        Stage("read scores", _read_scores, needs=("groups",), makes=("scores",), everywhere=True),
+        Stage("prune", _prune, needs=("base", "groups", "scores"), uses=("table",), makes=("student",)),
+        Stage("recover", _recover, needs=("base", "student", "recovery"), makes=("student",)),
+        Stage(
+            "finetune", _finetune, needs=("base", "student", "training"), uses=("evaluation",),
+            makes=("student", "tuned"), everywhere=True, bar=True, resumes=True,
+        ),
+        Stage(
+            "evaluate", _evaluate, needs=("base", "evaluation"), uses=("student",), makes=("evaluations",),
+            everywhere=True,
+        ),
+        Stage("timing", _timing, needs=("base", "student")),
+        Stage("sweep", _sweep, needs=("base", "groups", "scores", "recovery", "evaluation", "student", "evaluations")),
+        Stage("save", _save, needs=("student",), uses=("evaluations",), makes=("saved",)),
+        Stage("reload", _reload, needs=("saved", "evaluation", "evaluations")),
+        Stage("report", _report, needs=("saved",), makes=("report",)),
+    )
+}  # fmt: skip
+
+SCORE = ("model", "data", "groups", "score")
+PRUNE = ("model", "data", "groups", "score", "prune", "recover", "save")
+FINETUNE = ("finetune", "save")  # of a student, its teacher and loaders that are given
+RUN = (
+    *("model", "data", "groups", "latency", "score", "prune", "recover", "finetune", "evaluate", "save", "report"),
+)
+REHEARSAL = ("data", "score", "prune", "finetune")  # of a network and groups that are given
+QUICKSTART = (
+    *("model", "data", "train", "evaluate", "groups", "score", "prune", "evaluate", "recover", "evaluate"),
+    *("finetune", "evaluate", "timing", "sweep", "save", "reload", "report"),
+)
+
+
+def stages(*names: str, without: Sequence[str] = ()) -> list[Stage]:
+    """The stages of these names, in this order.
+
+    Example:
+        >>> [stage.makes for stage in stages(*PRUNE, without=["recover"])][-2:]
+        [('student',), ('saved',)]
+    """
+    return [STAGES[name] for name in names if name not in without]
