@@ -178,7 +178,8 @@ MISTAKES = {
     "GPU asked but none": ("prune cifar_resnet20 --budget macs=0.5 --device cuda:9", "--device auto or cpu"),
     "misspelt option": (f"{P} --bugdet macs=0.5", "--budget"),
     "misspelt setting": ("finetune resnet20-half --data images --set epoch=2", "did you mean 'epochs'?"),
-    "weights of another model": ("prune resnet18 --weights weights.safetensors --budget macs=0.5", "does not fit"),
+    "weights of another model": (
+        "prune resnet18 --weights weights.safetensors --budget macs=0.5 --criterion magnitude", "does not fit"),
     "no data": ("evaluate resnet20-half", "--data FOLDER"),
     "not a pruned model": ("finetune images --data images", "is no folder with a pruned model"),
     "unreachable budget": (f"{P} --budget macs=0.0001 --data images --limit 10", "the smallest reachable is"),

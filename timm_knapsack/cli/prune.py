@@ -59,7 +59,6 @@ def prune(
         prune=PrunePart(round_to, min_keep, tuple(ignore or ())),
         recover=RecoverPart(recover_images, data.batch_size),
     )  # fmt: skip
-    job.source.check()
     job.folder = console.check_writable(out or f"{_short(network.model)}-pruned")
     job.options = {"scores": scores}
     names = ["read scores" if name == "score" and scores is not None else name for name in PRUNE]

@@ -14,7 +14,8 @@ def run(
     from_stage: Annotated[
         str | None,
         typer.Option(
-            "--from", help="Redo from here: latency, score, prune, recover, finetune, evaluate, save, report.",
+            "--from",
+            help="Redo from here: latency, score, prune, recover, finetune, evaluate, save, report.",
             metavar="STAGE",
         ),
     ] = None,

@@ -54,6 +54,8 @@ def scoring_job(
     from ..pipeline.stage import Job
     from ..values.criteria import CRITERIA
 
+    source = network.source()
+    source.check()  # mistakes that cost no time to find come first
     if labels not in LABELS:
         raise KnapsackError(f"--labels {labels!r} is none of {', '.join(LABELS)}")
     if needs_data and CRITERIA.find(criterion).needs_data and data.source is None:
@@ -62,6 +64,6 @@ def scoring_job(
         )
     part = None if data.source is None else DataPart(data.source, train_split=data.split, **data.reading())
     score = ScorePart(criterion, data.limit, data.batch_size, per_sample, labels)
-    model = ModelPart(**network.source().to_dict())
+    model = ModelPart(**source.to_dict())
     made = Settings(model=model, data=part, score=score, **settings)
     return Job(made, device=device, words={"labels": "--labels model"})

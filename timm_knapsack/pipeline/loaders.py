@@ -46,7 +46,8 @@ def _labelled(job: Any, source: Any, reading: dict[str, Any]) -> Any:
             raise DataError(f"{error}; or let the model label the images: {say_so}") from None
         raise
     if part.labels == "auto" and not getattr(loader.dataset, "has_labels", True):
-        job.say(f"note: {source} has no labels; the model's own classes stand in for them ({say_so})")
+        if job.is_main:
+            job.say(f"note: {source} has no labels; the model's own classes stand in for them ({say_so})")
         return ModelLabels(loader, base)
     return ModelLabels(loader, base) if part.labels == "model" else loader
 

@@ -169,8 +169,10 @@ def run_stages(stages: Sequence[Stage], job: Job) -> Job:
     """Run stages one after the other; each prints one line with its figures.
 
     Example:
-        >>> job = run_stages([STAGES[name] for name in PRUNE], Job(settings, folder=Path("resnet18-half")))
-        >>> job["saved"]
+        >>> from timm_knapsack.pipeline.recipe import ModelPart
+        >>> job = Job(Settings(model=ModelPart("resnet18")), say=lambda line: print(line.rpartition(",")[0]))
+        >>> _ = run_stages([Stage("count", lambda job: "12 images")], job)
+        count: 12 images
     """
     job.wanted = frozenset(name for stage in stages for name in stage.needs + stage.uses)
     for stage in stages:

@@ -78,9 +78,7 @@ def _train(job: Job) -> str:
 def _latency(job: Job) -> str:
     part = job.settings.latency
     model = job["base"] if part.device == "auto" else job.source.load().to(part.device)
-    job.made["table"] = table = LatencyTable.measure(
-        model, conditions=part.conditions(), progress=sys.stderr.isatty()
-    )
+    job.made["table"] = table = LatencyTable.measure(model, conditions=part.conditions(), progress=sys.stderr.isatty())
     return f"{len(table.layers)} layers at batch {part.batch_size}, {len(table.visits)} visits"
 
 
@@ -276,9 +274,7 @@ STAGES = {
 SCORE = ("model", "data", "groups", "score")
 PRUNE = ("model", "data", "groups", "score", "prune", "recover", "save")
 FINETUNE = ("finetune", "save")  # of a student, its teacher and loaders that are given
-RUN = (
-    *("model", "data", "groups", "latency", "score", "prune", "recover", "finetune", "evaluate", "save", "report"),
-)
+RUN = (*("model", "data", "groups", "latency", "score", "prune", "recover", "finetune", "evaluate", "save", "report"),)
 REHEARSAL = ("data", "score", "prune", "finetune")  # of a network and groups that are given
 QUICKSTART = (
     *("model", "data", "train", "evaluate", "groups", "score", "prune", "evaluate", "recover", "evaluate"),
