@@ -18,8 +18,15 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..costs.latency.conditions import MeasuringConditions
 from ..errors import KnapsackError, RecipeError
 from ..models.model_source import ModelSource
+from ..pruning.budget import read_amounts
+from ..training.config import FinetuneConfig
+from ..training.distillation import DistillationConfig
+from ..values.criteria import CRITERIA
 
 
 @dataclass(frozen=True)
@@ -74,12 +81,8 @@ class LatencyPart:
     threads: int | None = None
     seconds: float = 180.0
 
-    def conditions(self) -> Any:
+    def conditions(self) -> MeasuringConditions:
         """As `MeasuringConditions`, for a network that is on its device already."""
-        import torch
-
-        from ..costs.latency.conditions import MeasuringConditions
-
         kind = {"dtype": torch.float16 if self.half else None, "channels_last": self.channels_last or None}
         common = {"batch_size": self.batch_size, "threads": self.threads, "compile": self.compile}
         return MeasuringConditions(**kind, **common, max_seconds=self.seconds)
@@ -152,9 +155,6 @@ class Recipe(Settings):
     paper: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        from ..pruning.budget import read_amounts
-        from ..values.criteria import CRITERIA
-
         if not self.name or any(c in self.name for c in "/\\"):
             raise RecipeError(f"name is {self.name!r}, expected a name without slashes")
         amounts = {name: _number(value) for name, value in self.budget.items() if value is not None}
@@ -223,9 +223,6 @@ def finetune_config(
         >>> finetune_config({"epochs": 2, "ikd_at": "convs"}).distillation.ikd_at
         'convs'
     """
-    from ..training.config import FinetuneConfig
-    from ..training.distillation import DistillationConfig
-
     values = {key: value for key, value in values.items() if key not in ("batch_size", "augmentation")}
     inner = {**(distillation or {}), **_mapping(values.pop("distillation", {}), f"{place}.distillation")}
     own, inside = ([f.name for f in fields(c)] for c in (FinetuneConfig, DistillationConfig))
