@@ -29,8 +29,7 @@ def examples() -> dict[str, doctest.DocTest]:
     return found
 
 
-LATER = {"pipeline.quickstart.quickstart", "pipeline.recipe_run.run_recipe"}  # minutes; rewritten with the pipeline
-EXAMPLES = {name: test for name, test in examples().items() if name not in LATER}
+EXAMPLES = examples()
 
 
 @pytest.fixture(scope="module")

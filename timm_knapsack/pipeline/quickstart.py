@@ -60,9 +60,10 @@ def quickstart(
         Accuracies in percent, the table, the files, and the two lines of Python that use the result.
 
     Example:
-        >>> result = quickstart("quickstart")
-        >>> result["top1"]["fine-tuned"] > result["top1"]["original"] - 0.5
-        True
+        >>> tiny = {"model_args": {"channels": (4, 4, 4)}, "base_epochs": 1, "tune_epochs": 1, "sweep": False}
+        >>> result = quickstart("quickstart", **tiny)
+        >>> list(result["top1"])
+        ['original', 'pruned', 'recovered', 'fine-tuned']
     """
     start = time.monotonic()
     folder = Path(folder)

@@ -52,9 +52,14 @@ def run_recipe(
         say: gets the line of each stage that runs.
 
     Example:
-        >>> result = run_recipe(Recipe.load("recipes/resnet56_cifar10_57.9m.yaml"), "runs/resnet56", device="cpu")
-        >>> result["stages"]["prune"]
-        'done'
+        >>> from timm_knapsack.pipeline.digits import write_images
+        >>> network = {"name": "cifar_resnet20", "pretrained": False, "args": {"channels": [4, 4, 4]}}
+        >>> parts = {"score": {"criterion": "magnitude"}, "recover": {"images": 8}, "budget": {"macs": 0.5}}
+        >>> data = {"source": str(write_images("digits"))}
+        >>> recipe = Recipe.from_dict({"name": "tiny", "model": network, "data": data, **parts})
+        >>> result = run_recipe(recipe, "runs/tiny")
+        >>> [row["what"] for row in result["evaluations"]]
+        ['original', 'pruned', 'recovered']
     """
     if from_stage is not None and from_stage not in KEPT:
         raise RecipeError(f"there is no stage {from_stage!r} to start from; there are {', '.join(KEPT)}")
