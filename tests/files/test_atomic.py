@@ -109,6 +109,16 @@ def test_errors_name_the_place_that_was_meant(tmp_path):
     assert caught.value.filename == str(tmp_path) and os.listdir(tmp_path) == []
 
 
+def test_a_folder_without_permission_is_named_by_the_file(tmp_path, monkeypatch):
+    def mkdir(path, *_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(PermissionError) as caught:
+        write_text(tmp_path / "a.txt", "")
+    assert caught.value.filename == str(tmp_path / "a.txt")
+
+
 # ---- a process that is killed
 
 

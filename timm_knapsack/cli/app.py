@@ -8,6 +8,7 @@ from .console import one_line
 from .doctor import doctor
 from .evaluate import evaluate
 from .finetune import finetune
+from .flags import flags_of, with_flags
 from .groups import groups
 from .latency import latency
 from .plugins import load_plugin, take_plugins
@@ -55,9 +56,15 @@ def main(arguments: list[str] | None = None) -> None:
             message, code = _usage_error(error, arguments), 2
         else:
             message, code = one_line(error)
+            message = with_flags(message, _flags(arguments))
         if message:
             _say(f"error: {message}")
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _flags(arguments: list[str]) -> dict[str, str]:
+    command = typer.main.get_command(app).commands.get(arguments[0] if arguments else "")
+    return {} if command is None else flags_of(command)
 
 
 def _usage_error(error, arguments: list[str]) -> str:

@@ -144,7 +144,10 @@ def _place_beside(target: Path) -> Iterator[Path]:
     """An empty, locked folder on the same file system; it is removed afterwards, with what it holds then."""
     while True:
         place = target.with_name(f".{target.name}.writing.{secrets.token_hex(4)}")
-        os.mkdir(place)
+        try:
+            os.mkdir(place)
+        except OSError as error:  # the caller knows nothing of this folder
+            raise OSError(error.errno, error.strerror, str(target)) from None
         lock = _locked(place)
         if place.exists():  # else it was taken for an abandoned one before it was locked
             break

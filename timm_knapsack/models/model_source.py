@@ -68,8 +68,8 @@ class ModelSource:
             cfg = timm.get_pretrained_cfg(self.name)
             if cfg is None or not cfg.has_weights:
                 raise KnapsackError(
-                    f"timm has no weights for {self.name!r}; give yours with --weights FILE.safetensors, or random "
-                    "ones with --no-pretrained"
+                    f"timm has no weights for {self.name!r}; give yours with weights='FILE.safetensors', or take "
+                    "random ones with pretrained=False"
                 )
         if wanted and not self.name.startswith("local-dir:"):
             prefer_cache_when_offline()
@@ -103,7 +103,7 @@ class ModelSource:
         if self.name.startswith("local-dir:"):
             folder = Path(self.name.removeprefix("local-dir:"))
             if not (folder / "config.json").is_file():
-                raise KnapsackError(f"{folder} holds no saved model: there is no config.json; `prune --out` writes one")
+                raise KnapsackError(f"{folder} holds no saved model (no config.json); save_pretrained writes one")
             return
         if self.name.startswith("hf-hub:") or timm.is_model(self.name):
             return
@@ -156,7 +156,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike) -> None:
             first = wrong[0]
             what = f"{first} is {tuple(state[first].shape)} in the file and {tuple(own[first].shape)} in the model"
             if own[first].shape[1:] == state[first].shape[1:] and first == [n for n in own if own[n].dim() > 1][-1]:
-                what += f"; --model-arg num_classes={state[first].shape[0]} makes the classifier fit"
+                what += f"; num_classes={state[first].shape[0]} makes the classifier fit"
         else:
             what = f"the file lacks {missing[0]}" if missing else f"the model has no {unknown[0]}"
         raise CheckpointError(f"{path} does not fit this model: {what}")
@@ -185,7 +185,7 @@ def _why(error: OSError) -> str:
         )
     if constants.HF_HUB_OFFLINE or type(error).__module__.startswith(("huggingface_hub", "httpx", "requests")):
         return (
-            "the Hub can't be reached and they are not in its cache; give a file with --weights FILE.safetensors, or "
-            "take random weights with --no-pretrained"
+            "the Hub can't be reached and they are not in its cache; give a file with weights='FILE.safetensors', or "
+            "take random weights with pretrained=False"
         )
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -1,0 +1,52 @@
+"""The library's errors name its own arguments (``pretrained=False``); here they become what was to be typed.
+
+A phrase is translated only where the verb has that option, and to the flag that this verb has for it: ``split=…`` is
+``--split`` of ``prune`` and ``--train-split`` of ``finetune``; a recipe's run, which has neither, keeps the words.
+"""
+
+import re
+from collections.abc import Mapping
+
+# (the verb's parameter, the library's words, the words for the terminal)
+PHRASES = (
+    ("weights", r"\bweights='([^']+)'", r"{flag} \1"),
+    ("pretrained", r"\bpretrained=False", "--no-pretrained"),
+    ("model_args", r"\bnum_classes=(\d+)", r"{flag} num_classes=\1"),
+    ("image_column", r"\bimage_column=…", "{flag} NAME"),
+    ("label_column", r"\blabel_column=…", "{flag} NAME"),
+    ("split", r"\bsplit=…", "{flag} NAME"),
+    ("split", r"\bsplit=('[^']*')", r"{flag} \1"),
+    ("root", r"\broot=…", "{flag} FOLDER"),
+    ("limit", r"\blimit=…", "{flag} N"),
+    ("labels", r"\blabels='ignore'", "{flag} model"),
+    ("resume", r"\bresume=True", "{flag}"),
+    ("overwrite", r"\boverwrite=True", "{flag}"),
+    ("out", r"\banother output_dir\b", "another {flag}"),
+    ("table", r"\btable=LatencyTable\.load\('([^']+)'\)", r"{flag} \1"),
+    ("round_to", r"\bround_to=", "{flag} "),
+    ("min_keep", r"\bmin_keep=", "{flag} "),
+    ("threads", r"\bthreads=", "{flag} "),
+    ("batch_size", r"\bbatch_size=", "{flag} "),
+)
+
+
+def with_flags(text: str, flags: Mapping[str, str]) -> str:
+    """The library's words with the flags of a verb in them.
+
+    Args:
+        flags: the verb's parameters and how they are typed.
+
+    Example:
+        >>> with_flags("choose one with split=…, or pretrained=False", {"split": "--train-split"})
+        'choose one with --train-split NAME, or pretrained=False'
+    """
+    for parameter, words, typed in PHRASES:
+        if parameter in flags:
+            text = re.sub(words, typed.replace("{flag}", flags[parameter]), text)
+    return text
+
+
+def flags_of(command) -> dict[str, str]:
+    """How each option of a click command is typed: ``{"model_args": "--model-arg"}``."""
+    options = (parameter for parameter in command.params if parameter.param_type_name == "option")
+    return {option.name: max(option.opts, key=len) for option in options if option.name}
