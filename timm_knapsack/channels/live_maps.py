@@ -30,13 +30,19 @@ class LiveMaps:
         hold: keep every tensor, so that ids stay theirs; for tensors on the meta device, which cost nothing.
 
     Example:
-        >>> maps, image = LiveMaps(lambda tensor: tensor.numel() * tensor.element_size()), torch.ones(1, 3, 8, 8)
+        >>> import torch
+        >>> image = torch.zeros(3, 4)
+        >>> maps = LiveMaps(lambda tensor: tuple(tensor.shape))
         >>> maps.start([image])
-        >>> output = image.exp()
-        >>> maps.follow(torch.ops.aten.exp.default, [image], [output])  # for every op, as a TorchDispatchMode sees it
-        >>> maps.finish([output])
-        >>> maps.lives()  # (what was described, first op, last op)
-        [(768, 0, 1), (768, 1, 1)]
+        >>> double = image * 2
+        >>> maps.follow(torch.ops.aten.mul.Tensor, [image], [double])
+        >>> turned = double.t()                   # shares memory
+        >>> maps.follow(torch.ops.aten.t.default, [double], [turned])
+        >>> result = turned.sum(1)
+        >>> maps.follow(torch.ops.aten.sum.dim_IntList, [turned], [result])
+        >>> maps.finish([result])
+        >>> maps.lives()                          # (what was described, first op, last op)
+        [((3, 4), 0, 1), ((3, 4), 1, 3), ((4,), 3, 3)]
     """
 
     def __init__(self, describe: Callable[[Tensor], Any], hold: bool = True):
