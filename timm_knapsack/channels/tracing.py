@@ -28,7 +28,7 @@ class Trace(TorchDispatchMode):
     ones are let go, and their layouts with them.
     """
 
-    def __init__(self, model: nn.Module, bound_classes: frozenset[str] = frozenset()):
+    def __init__(self, model: nn.Module, bound_classes: frozenset[str] = frozenset(), follow_maps: bool = True):
         super().__init__()
         self.labels = Labels()
         self.bound_classes = bound_classes
@@ -39,6 +39,7 @@ class Trace(TorchDispatchMode):
         self._layouts: dict[int, Layout] = {}
         self._held: dict[int, Tensor | weakref.ref] = {}
         self._names: dict[int, str] = {}
+        self.follow_maps = follow_maps
         self.maps = LiveMaps(lambda tensor: (tensor.element_size(), self._layout(tensor).dims), hold=self.on_meta)
         for name, tensor in named_tensors(model):
             dims = []
@@ -105,7 +106,8 @@ class Trace(TorchDispatchMode):
                 freeze_all(labels, self, args, kwargs, f"the rule for {namespace}.{op} does not give the op's shape")
                 layout = plain(tensor.shape)
             self.set_layout(tensor, layout)
-        self.maps.follow(func, self.tensors(args, kwargs), outputs)
+        if self.follow_maps:
+            self.maps.follow(func, self.tensors(args, kwargs), outputs)
         return result
 
     @contextmanager
@@ -163,9 +165,11 @@ class _AttentionScale(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def run_trace(model: nn.Module, inputs: tuple, bound_classes: frozenset[str] = frozenset()) -> Trace:
+def run_trace(
+    model: nn.Module, inputs: tuple, bound_classes: frozenset[str] = frozenset(), follow_maps: bool = True
+) -> Trace:
     """Run the model once; the trace holds all that was learnt."""
-    trace = Trace(model, bound_classes)
+    trace = Trace(model, bound_classes, follow_maps)
     labels = trace.labels
     for x in inputs:
         if isinstance(x, Tensor):
