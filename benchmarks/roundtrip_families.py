@@ -56,7 +56,7 @@ def save_one(name: str, folder: Path) -> str:
 
 
 def load_one(folder: Path) -> str:
-    """What a stranger does: import, create, run."""
+    """What a new user does: import, create, run."""
     import timm
     import torch
 

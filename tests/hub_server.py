@@ -100,7 +100,7 @@ def _handler(hub: HubServer):
             return hub.tokens.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
 
         def _repo(self, name: str) -> Repo | None:
-            """The repository, or None after an answer: to strangers a private one is not there."""
+            """The repository, or None after an answer: without access a private one is not there."""
             repo = hub.repos.get(name)
             if repo is None or (repo.private and self._owner != name.partition("/")[0]):
                 self._refuse(404 if self._owner else 401, "RepoNotFound", "Repository not found")

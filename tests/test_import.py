@@ -159,7 +159,7 @@ def test_spawned_processes_know_the_models(tmp_path):
 
 
 def test_import_works_without_the_doctors_hook():
-    """A fresh interpreter that reads no .pth file, as in an environment that was never mended."""
+    """A fresh interpreter that reads no .pth file, as in an environment that the doctor has not repaired."""
     start = f"import sys; sys.path[:0] = [{packages()!r}, {str(ROOT)!r}]; "
     alone = run(start + "import timm", "-S")
     ours = run(start + "import timm_knapsack, timm; print(timm.create_model('resnet18').num_features)", "-S")
@@ -168,7 +168,7 @@ def test_import_works_without_the_doctors_hook():
         assert "torchvision::nms does not exist" in alone.stderr, "the fault that we work around is there"
 
 
-def test_the_hook_mends_a_plain_import_of_timm():
+def test_the_hook_repairs_a_plain_import_of_timm():
     start = f"import sys; sys.path[:0] = [{packages()!r}, {str(ROOT)!r}]; "
     load = (
         "import importlib.util as u; s = u.spec_from_file_location('hook', 'timm_knapsack/_torchvision_operators.py'); "

@@ -5,10 +5,10 @@ imported. Registering needs timm, timm needs torch, and both together take secon
 script that only reads a channel config has no use for. So, where timm is not imported yet, a finder waits at the head
 of ``sys.meta_path`` until it is:
 
-- it finds timm as the other finders do and hands out their spec, so that timm is loaded by its real loader;
+- it finds timm as the other finders do and returns their spec, so that timm is loaded by its real loader;
 - it adds one step to that loader: when timm has been executed, our models are imported, which registers them;
-- then it takes itself off ``sys.meta_path``. An import of timm that fails leaves it there for the next try, and where
-  there is no timm, the import fails as it does without us.
+- then it removes itself from ``sys.meta_path``. An import of timm that fails leaves it there for the next try, and
+  where there is no timm, the import fails as it does without us.
 
 Looking for timm without importing it (``importlib.util.find_spec``) changes nothing. Each process has its own finder:
 a spawned one imports this package again before it needs our models.

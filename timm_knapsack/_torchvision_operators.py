@@ -35,7 +35,7 @@ def operators_are_missing() -> bool:
 
 
 class _BeforeTorchvision:
-    """An import hook that declares the operators when torchvision is about to be imported, and then steps aside."""
+    """An import hook that declares the operators when torchvision is about to be imported, and then removes itself."""
 
     def find_spec(self, name, path=None, target=None):
         if name == "torchvision":

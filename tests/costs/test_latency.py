@@ -592,7 +592,7 @@ def test_a_table_that_is_wrong_is_corrected_by_measuring(model, groups, scores):
     assert clock._time(blind.model) / clock._time(model) < 0.45
 
 
-def test_noise_does_not_lead_the_correction_astray(model, groups, scores, table):
+def test_noise_does_not_mislead_the_correction(model, groups, scores, table):
     table.check_seconds = 0
     misses = []
     for seed in range(8):  # one alone may be lucky

@@ -1,4 +1,4 @@
-"""A config.json, channels.json or weights file from a stranger can't hurt: a clear error, at once, and no memory."""
+"""An untrusted config.json, channels.json or weights file does no harm: a clear error, at once, and no memory."""
 
 import json
 import shutil
@@ -110,9 +110,9 @@ HOSTILE = {
     "weights in base_args": (channels(base_args={"pretrained": True}), "does not choose weights"),
     "file in base_args": (channels(base_args={"checkpoint_path": "/tmp/x"}), "does not choose weights"),
     "deep base_args": (channels(base_args={"depth": nested(50)}), "expected a plain number"),
-    "monstrous depth": (channels(base_args={"depth": 60_002}), "several times larger|can't be built"),
-    "monstrous width": (channels(base_args={"channels": [65536, 65536, 65536]}), "several times larger"),
-    "monstrous image": (channels(base_args={"img_size": 10**9}), "larger than any model uses"),
+    "huge depth": (channels(base_args={"depth": 60_002}), "several times larger|can't be built"),
+    "huge width": (channels(base_args={"channels": [65536, 65536, 65536]}), "several times larger"),
+    "huge image": (channels(base_args={"img_size": 10**9}), "larger than any model uses"),
     "unknown argument": (channels(base_args={"evil": 1}), "can't be built with .*evil"),
     "extra model_args": (at("model_args", "evil", value=1), "can't be built with .*evil"),
     "builder's model_args": (at("model_args", "pretrained_strict", value=False), "does not belong"),
@@ -129,7 +129,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_strangers_config_is_refused(saved, tmp_path, case):
+def test_an_untrusted_config_is_refused(saved, tmp_path, case):
     change, message = HOSTILE[case]
     config = json.loads((saved / "config.json").read_text())
     change(config)
@@ -142,7 +142,7 @@ def test_a_strangers_config_is_refused(saved, tmp_path, case):
     assert memory.bytes < 1e6
 
 
-def test_an_honest_config_passes_the_same_way(saved, tmp_path):
+def test_a_valid_config_passes_the_same_way(saved, tmp_path):
     """The counterpart: without a change the same steps load the model, and memory is seen to be used."""
     shutil.copy(saved / "config.json", tmp_path)
     shutil.copy(saved / "model.safetensors", tmp_path)

@@ -1,4 +1,4 @@
-"""Recovery: exact where an exact answer exists, harmless where nothing was lost, honest about what it can't do."""
+"""Recovery: exact where an exact answer exists, harmless where nothing was lost, and it says what it can't do."""
 
 import copy
 import logging
@@ -237,7 +237,7 @@ def test_playing_back_gives_what_a_full_run_gives():
     full = [replay.run(b, last)["until"] for b in range(2)]
     for module in (net.stem, net.blocks[0], net.blocks[1]):
         replay.finish(module)
-    assert replay.honest and len(replay.finished) == 3
+    assert replay.reproduces and len(replay.finished) == 3
     for b in range(2):
         assert torch.allclose(replay.run(b, last)["until"], full[b], atol=1e-6)
 
@@ -253,7 +253,7 @@ def test_outputs_that_are_too_large_to_keep_are_made_again(limit, kept, monkeypa
     for position in range(3):
         replay.finish(net[position])
         assert bool(replay.cached) == (kept is not None and position >= kept)
-    assert replay.honest
+    assert replay.reproduces
     for batch, expected in enumerate(full):
         assert torch.allclose(replay.run(batch, net[3])["until"], expected, atol=1e-6)
 
@@ -278,7 +278,7 @@ def test_what_lies_between_finished_segments_sees_one_image_unless_the_net_remem
     net.between.register_forward_hook(lambda module, args, output: seen.append(len(output)))
     for module in (net.a, net.b):
         replay.finish(module)
-    assert replay.honest and replay.thin != remembers
+    assert replay.reproduces and replay.thin != remembers
     for b in range(2):
         assert torch.allclose(replay.run(b, net.c)["until"], full[b], atol=1e-6)
         assert seen[-1] == (4 if remembers else 1)
@@ -302,9 +302,9 @@ def test_a_net_that_looks_back_is_not_played_back():
     replay = Replay(net, [images(4)])
     full = replay.run(0, net.c)["until"]
     replay.finish(net.a)
-    assert replay.honest
+    assert replay.reproduces
     replay.finish(net.b)  # from here on, a's output would be a placeholder
-    assert not replay.honest
+    assert not replay.reproduces
     assert torch.allclose(replay.run(0, net.c)["until"], full)
 
 

@@ -237,7 +237,7 @@ def _own_parameter_uses(shadow, trace, columns, owners):
 
 
 def _bindings(shadow, uses, columns, coupling: Coupling) -> dict[tuple[str, str], list[tuple[int, list[int]]]]:
-    """(module, attribute) → what it may count, the surest first."""
+    """(module, attribute) → what it may count, the most certain first."""
     modules = dict(shadow.named_modules())
     found = defaultdict(list)
     for use in sorted(uses, key=lambda use: not use.names):  # a use that names its attribute is surer

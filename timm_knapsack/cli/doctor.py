@@ -1,4 +1,4 @@
-"""What is installed, what works, and a mend for torchvision's missing operators in this one environment."""
+"""What is installed, what works, and a fix for torchvision's missing operators in this one environment."""
 
 import site
 import subprocess
@@ -45,7 +45,7 @@ class Diagnosis:
 
 
 def doctor(
-    fix: Annotated[bool, typer.Option(help="Mend torchvision's missing operators in this environment.")] = False,
+    fix: Annotated[bool, typer.Option(help="Repair torchvision's missing operators in this environment.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Report versions, devices and known faults.
@@ -68,7 +68,7 @@ def doctor(
         table.add_row(name, version)
     table.add_row("devices", "; ".join(found.devices))
     table.add_row("torchvision operators", "missing" if found.operators_missing else "there")
-    advice = "yes" if found.plain_timm_imports else "no: `timm-knapsack doctor --fix` mends it in this environment"
+    advice = "yes" if found.plain_timm_imports else "no: `timm-knapsack doctor --fix` repairs it in this environment"
     table.add_row("`import timm` alone, `accelerate launch`", advice)
     stdout().print(table)
 
@@ -103,7 +103,7 @@ def install_torchvision_hook() -> Path:
     """
     if sys.prefix == sys.base_prefix:
         raise KnapsackError(
-            f"{sys.executable} is not in a virtual environment; the mend is only for one: python -m venv .venv first"
+            f"{sys.executable} is not in a virtual environment; the fix is only for one: python -m venv .venv first"
         )
     folder = _pth().parent
     try:

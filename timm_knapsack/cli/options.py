@@ -26,7 +26,7 @@ CriterionOption = Annotated[
 LabelsOption = Annotated[
     str,
     typer.Option(
-        help="auto: the data's labels, or where it has none the classes that the model itself sees; data: insist on "
+        help="auto: the data's labels, or where it has none the classes that the model itself sees; data: require "
         "labels; model: always the model's own classes."
     ),
 ]

@@ -315,7 +315,7 @@ def _difference(model: nn.Module, loaded: nn.Module) -> str:
 
 
 def _check_target(folder: Path) -> None:
-    """An earlier save may be replaced, an empty folder filled; anything else is somebody's work."""
+    """An earlier save may be replaced, an empty folder filled; other files are never overwritten."""
     if folder == Path.cwd():
         raise HubError("the current folder can't be replaced as a whole; save into a folder below it")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):

@@ -48,7 +48,7 @@ class DataConfig:
         seed: fixes order, augmentation and the choice of ``limit`` images.
         num_workers: processes that read ahead; 0 reads in this one. No result depends on it.
         limit: use this many images only, a random choice that depends on ``seed``; of a stream, the first.
-        labels: ``"auto"`` gives labels where there are any and -1 otherwise; ``"required"`` insists on them;
+        labels: ``"auto"`` gives labels where there are any and -1 otherwise; ``"required"`` is an error without;
             ``"ignore"`` gives -1 and checks nothing.
         num_classes: checked against the data; None for the model's own number, 0 for no check.
         image_column, label_column: columns of a table; None finds them by type and usual name.

@@ -126,7 +126,7 @@ def _read_items(values, weights):
     for name, array in (("values", values), ("weights", weights)):
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             at = int(np.isfinite(array).argmin())
-            raise KnapsackError(f"{name}[{at}] is {array[at]}; only finite numbers can be compared: mend or drop it")
+            raise KnapsackError(f"{name}[{at}] is {array[at]}; only finite numbers can be compared: remove it")
     if len(weights) and weights.min() < 0:
         at = int(weights.argmin())
         raise KnapsackError(f"weights[{at}] is {weights[at]}; an item can't free capacity: give weights >= 0")

@@ -45,7 +45,7 @@ class Replay:
         self.cached: list[Any] | None = None
         self.finished: list[nn.Module] = []
         self.too_large: list[nn.Module] = []  # finished too, since the last one that was kept
-        self.honest = True
+        self.reproduces = True  # playing back gives what the whole network gives
         self.thin = len(batches[0]) > 1  # placeholders for a single image; a batch of one can't show whether that holds
         self._shapes: dict[nn.Module, Any] = {}
 
@@ -88,7 +88,7 @@ class Replay:
         few = Replay(self.model, [self.batches[0][:images]])
         if self.cached is not None:
             few.cached = [tree_map(lambda x: x[:images] if isinstance(x, Tensor) else x, self.cached[0])]
-        few.finished, few.honest, few.thin, few._shapes = self.finished, self.honest, self.thin, self._shapes
+        few.finished, few.reproduces, few.thin, few._shapes = self.finished, self.reproduces, self.thin, self._shapes
         return few
 
     @contextmanager
@@ -112,7 +112,7 @@ class Replay:
 
     def finish(self, segment: nn.Module) -> None:
         """Keep the segment's outputs; later runs start behind it. If they are too large, behind the one before."""
-        if not self.honest:
+        if not self.reproduces:
             return
         outputs = []
         for batch, images in enumerate(self.batches):
@@ -133,7 +133,7 @@ class Replay:
             self.thin = False
             if self._same_as_full():
                 return
-        self.honest, self.cached, self.finished = False, None, []
+        self.reproduces, self.cached, self.finished = False, None, []
 
     def _same_as_full(self) -> bool:
         """Does playing back change what the network returns, on two images?"""

@@ -1,4 +1,4 @@
-"""What a config.json or channels.json from a stranger may say: checks that come before anything is built."""
+"""What an untrusted config.json or channels.json may say: checks that come before anything is built."""
 
 import dataclasses
 from collections.abc import Mapping

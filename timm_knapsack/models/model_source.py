@@ -164,7 +164,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike) -> None:
 
 
 def prefer_cache_when_offline() -> None:
-    """Without a network the Hub client retries for a minute before it looks into its cache: tell it at once."""
+    """Without a network the Hub client retries for a minute before it looks into its cache: set it offline at once."""
     from huggingface_hub import constants
 
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):

@@ -4,7 +4,7 @@ timm's ``build_model_with_cfg`` takes a callable that returns the network. Given
 resizes it, timm does the rest as for its own models: pretrained config, weights, ``num_classes``, ``in_chans``,
 ``features_only``. No tracing, no data, no solver.
 
-A config may come from a stranger. Then the base is built on the meta device first, where nothing is allocated, under
+A config may be untrusted. Then the base is built on the meta device first, where nothing is allocated, under
 a limit on what its arguments may make of it; only a config that fits gets real memory.
 """
 
@@ -113,7 +113,7 @@ def build_pruned(
 def _network(config: ChannelConfig, trusted: bool, by_class: bool, inferred: set[str]) -> Callable[..., nn.Module]:
     """What timm's builder calls; ``inferred`` are arguments that it made up from the pretrained config.
 
-    The base's own entrypoint sets these as it likes them: some want an image size as a number, timm infers a pair.
+    The base's own entrypoint sets these in its own form: some want an image size as a number, timm infers a pair.
     """
 
     def build(**kwargs) -> nn.Module:
@@ -181,7 +181,7 @@ def _initialised(slim: nn.Module, base: nn.Module, config: ChannelConfig) -> nn.
 
 
 def base_on_meta(config: ChannelConfig, kwargs: Mapping[str, Any] | None = None) -> nn.Module:
-    """The base model on the meta device; an error if its arguments make it a monster.
+    """The base model on the meta device; an error if its arguments make it far too large.
 
     Example:
         >>> base = base_on_meta(ChannelConfig("resnet18", {}))

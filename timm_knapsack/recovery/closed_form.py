@@ -67,7 +67,7 @@ def recover(
 
 
 def recover_layers(student, teacher, loader, *, kept=None, ridge=None, images=None) -> list[LayerFit]:
-    """As `recover`; returns how each layer fared."""
+    """As `recover`; returns the fit of each layer."""
     kept = dict(kept if kept is not None else kept_of(student, teacher))
     _check_pair(student, teacher, kept)
     batches = _images(loader, images, next(student.parameters()).device)
@@ -139,7 +139,7 @@ class _Recovery:
 
     def run(self) -> list[LayerFit]:
         fits = []
-        changed = False  # nothing to mend before the first layer that differs
+        changed = False  # nothing to correct before the first layer that differs
         for segment, layers in self._segments():
             for name in layers:
                 differs = self.ours[name].weight.shape != self.theirs[name].weight.shape

@@ -25,7 +25,7 @@ FORMAT = "timm-knapsack/channel-config"
 VERSION = 2  # 2 added ``kept``; a config without it is still written as 1
 MAX_BYTES = 8 * 2**20  # the largest timm model's config is below 1 MB
 MAX_SIZE = 2**24  # no dim of a real model is larger; the base model sets the true limit
-MAX_BASE_ARG = 2**16  # image sizes, depths, widths: a stranger's file must not make timm build a monster
+MAX_BASE_ARG = 2**16  # image sizes, depths, widths: an untrusted file must not make timm build a huge model
 MAX_CLASSES = 2**20
 MAX_KEPT = 2**22  # channels of all layers together; the largest timm models have some 10⁵
 

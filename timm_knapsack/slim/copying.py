@@ -55,7 +55,7 @@ def _copied(module: nn.Module, memo: dict) -> nn.Module:
     kind = type(module)
     standard = kind.__setstate__ is nn.Module.__setstate__ and kind.__getstate__ is nn.Module.__getstate__
     if not standard or hasattr(kind, "__deepcopy__"):
-        return copy.deepcopy(module, memo)  # a class with a will of its own
+        return copy.deepcopy(module, memo)  # a class that defines its own copying
     new = memo[id(module)] = kind.__new__(kind)
     state = new.__dict__
     for name, value in vars(module).items():

@@ -1,4 +1,4 @@
-"""Sorted indices as short text: ``0-3,5,9-11``. A file may come from a stranger, so sizes are checked before memory."""
+"""Sorted indices as short text: ``0-3,5,9-11``. A file may be untrusted: sizes are checked first."""
 
 import re
 from collections.abc import Iterable

@@ -47,7 +47,7 @@ def taylor_scores(
         criterion: abs, sum, taylor_bn, magnitude, random, or one that `register_criterion` added.
         per_sample: take the expectation over single images instead of batches: exact, and slower.
         loss_fn: ``loss_fn(model, batch) -> scalar``, instead of cross entropy.
-        data: words about the data, kept with the scores.
+        data: a description of the data, kept with the scores.
         progress: show a bar; by default on a terminal.
 
     Example:
@@ -160,7 +160,7 @@ def _accumulate(model, parameters, sums, loader, accelerator, per_sample, loss_f
         n = _batch_size(batch)
         try:
             add(model, parameters, sums, batch, n, loss_fn)
-        except IndexError as error:  # cross entropy's words for a label beyond the classes
+        except IndexError as error:  # what cross entropy raises for a label beyond the classes
             raise ScoreError(f"the labels do not fit the model's classes: {error}") from None
         samples += n
     if world > 1:

@@ -137,7 +137,7 @@ def grid_plan(groups: ChannelGroups, layers: Sequence[TimedLayer], steps: Sequen
         for j in range(levels):
             copy = []
             for group, step, colour in zip(groups, steps, colours, strict=True):
-                # More colours than the design can tell apart (dense connections): chance does.
+                # More colours than the design can tell apart (dense connections): a random choice.
                 level = (i + colour * j) % levels if colour < levels or j == 0 else random[i * levels + j, colour]
                 copy.append(_level(group.size, step, level / (levels - 1)))
             plan.append(copy)

@@ -41,7 +41,7 @@ def fit_surface(widths: np.ndarray, seconds: np.ndarray, knots: Sequence[np.ndar
     """The best rising surface through measured times.
 
     The surface is a sum of terms that rise with both widths, with coefficients ≥ 0: a constant, each width, their
-    product (what a conv would take on an ideal device) and, where the data insists, a bend at each pair of knots.
+    product (what a conv would take on an ideal device) and, where the data needs it, a bend at each pair of knots.
     Errors count relative to the time itself, and outliers count less (Huber).
 
     Args:
@@ -109,7 +109,7 @@ def find_step(offsets: Sequence[int], seconds: Sequence[float]) -> int:
     """How many channels a device takes together, from times at widths that differ by a few channels.
 
     A staircase of step s explains the times by ``a + b·⌈offset/s⌉ + c·(offset is not on a stair)`` with b, c ≥ 0; it is
-    believed where it leaves less than 0.7 of the error that a straight line leaves. Where neither a smooth
+    accepted where it leaves less than 0.7 of the error that a straight line leaves. Where neither a smooth
     curve nor a staircase explains the times, they say nothing, and ``ASSUMED_STEP`` is taken.
 
     Args:
