@@ -46,7 +46,7 @@ def uniform(labels: Labels, shape) -> Layout:
 
 
 def freeze_all(labels: Labels, layouts, args, kwargs, why: str) -> None:
-    """Give up on every label among the arguments."""
+    """Freeze every label among the arguments."""
     for x in layouts.tensors(args, kwargs):
         for dim in layouts(x).dims:
             labels.freeze(dim, why)

@@ -32,7 +32,7 @@ for _verb in (doctor, groups, score, latency, prune, finetune, evaluate, report,
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; an error is one line on stderr, and the exit code says whose it is."""
+    """Run the command line; an error is one line on stderr, and the exit code says whether the user can change it."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     plugins, arguments = take_plugins([argument for argument in arguments if argument != "--debug"])
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (typer.Abort, KeyboardInterrupt):
         _say("stopped")
         code = 1
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         code = 0
     except Exception as error:
         if debug:

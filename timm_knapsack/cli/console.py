@@ -78,7 +78,7 @@ def choose_device(device: str) -> str:
 
 
 def check_writable(folder: str | os.PathLike) -> Path:
-    """A folder that can be written, made if need be: found out before hours of work, not after."""
+    """A folder that can be written, created if needed; checked before the work starts."""
     folder = Path(folder).expanduser()
     there = folder
     while not there.exists() and there != there.parent:

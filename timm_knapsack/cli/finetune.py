@@ -26,7 +26,7 @@ def finetune(
     ikd_weight: Annotated[float, typer.Option(help="Weight of inner distillation; 0 for none.")] = 20.0,
     settings: Annotated[list[str] | None, typer.Option("--set", help=_EXAMPLE_SETTINGS, metavar="KEY=VALUE")] = None,
     resume: Annotated[bool, typer.Option(help="Go on where a run in the same folder stopped.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Give up an earlier run in the same folder.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an earlier run in the same folder.")] = False,
     teacher: Annotated[str | None, typer.Option(help="timm name or folder; what was pruned, by default.")] = None,
     teacher_weights: Annotated[str | None, typer.Option(help="File of the teacher's weights.", metavar="FILE")] = None,
     device: DeviceOption = "auto",

@@ -118,7 +118,7 @@ def _as_numbers(labels: np.ndarray, class_names: tuple[str, ...] | None, place: 
 
 @contextmanager
 def _datasets_errors(name: str, on_hub: bool):
-    """Gives the ``datasets`` module, quiet where nobody watches, and turns its errors into one line."""
+    """Gives the ``datasets`` module, without bars where stderr is no terminal; its errors become one line."""
     try:
         import datasets
     except ImportError as error:

@@ -20,7 +20,7 @@ from .numbers import LONGEST_WEIGHT, break_solution, float_scale, how_many_fit, 
 
 OPTIMALITY_TOLERANCE = 1e-12  # relative; far above the rounding of float64, far below what a choice of channels changes
 
-_EASY_STATES = 2_000_000  # where so many prove nothing, splitting by count is worth its time
+_EASY_STATES = 2_000_000  # where so many prove nothing, splitting by count is faster
 _FEE_TRIALS = 40  # to find the best fee: more than it takes
 _SAME_EFFICIENCY = 1e-9  # relative; nearer ones count as equal where it only matters for the order of search
 _PAIRED_ITEMS, _SINGLE_ITEMS = 96, 2048  # states are completed by pairs and single ones of so many core items

@@ -26,7 +26,7 @@ def check_base(base: str) -> None:
 
 
 def check_arguments(kwargs: Mapping[str, Any]) -> None:
-    """``model_args`` of a config.json reach us as arguments: they must not steer files, weights or timm's builder."""
+    """``model_args`` of a config.json reach us as arguments: they must not choose files, weights or timm's builder."""
     for key, value in kwargs.items():
         if key in _BUILDER_ARGS or key.startswith(("checkpoint", "pretrained")):
             raise ChannelConfigError(f"the argument {key!r} does not belong to a pruned model")

@@ -284,7 +284,7 @@ def _value(value: Any, kind: Any, place: str) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """YAML reads 2.05e9 as text, since it wants 2.05e+9; people do not."""
+    """YAML reads 2.05e9 as text and only 2.05e+9 as a number; both are accepted."""
     if isinstance(value, str) and value[:1].isdigit() and "e" in value.lower():
         try:
             return float(value)

@@ -143,7 +143,7 @@ def _exchanged(ladders, costs, limits, counts) -> np.ndarray:
 
 
 def _shrunk_to_fit(ladders, costs, limits, counts, held: int | None = None) -> np.ndarray | None:
-    """Give up the units that are worth least for what they cost, until the true costs fit; None if they never do."""
+    """Remove the units of least value for their cost, until the true costs fit; None if they never do."""
     counts = counts.copy()
     while not _fits(costs, limits, counts):
         excess = max(cost.at(counts) / limits[cost.name] for cost in costs)

@@ -112,7 +112,7 @@ def compare_latency(
 
     Example:
         >>> compare_latency([model, result.model], max_seconds=0.5).ratios
-        (1.0, 0...)
+        (1.0, ...)
     """
     if not models:
         raise LatencyError("compare_latency needs at least one model")
