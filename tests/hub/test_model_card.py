@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,15 @@ def test_a_plain_card_claims_nothing(result, tmp_path):
     assert "- options: " in card.text and "min_keep `2`" in card.text and "criterion" in card.text
     text = card.text.split("## Use it")[1].split("```")[1]
     assert text.index("import timm_knapsack") < text.index("import timm\n")
+
+
+def test_a_card_without_a_finite_bound_says_none(result, tmp_path):
+    """Where the search ends without one, as with a budget of time, the bound is infinite: null in JSON."""
+    unbounded = replace(result, report=replace(result.report, upper_bound=float("inf")))
+    text = (tk.save_pretrained(unbounded, tmp_path / "unbounded", verify=False) / "README.md").read_text()
+    assert "importance kept" in text and "upper bound" not in text
+    text = (tk.save_pretrained(result, tmp_path / "bounded", verify=False) / "README.md").read_text()
+    assert "upper bound" in text
 
 
 def test_a_card_with_everything(result, tmp_path):

@@ -18,7 +18,7 @@ import timm_knapsack as tk
 from timm_knapsack.errors import KnapsackError
 from timm_knapsack.human_numbers import human
 from timm_knapsack.pipeline.saving import save_run
-from timm_knapsack.reports.page import stage_macs, write_report
+from timm_knapsack.reports.page import _cost_note, stage_macs, write_report
 from timm_knapsack.reports.pictures import stage_of
 from timm_knapsack.reports.run_record import RunRecord
 
@@ -239,3 +239,9 @@ def test_readable_in_chromium(files, folder, tmp_path, width, scheme):
     assert seen["scroll"] <= width and seen["outside"] == []
     assert seen["smallest"] >= 8.5 and seen["figures"] == 3
     assert seen["contrast"] >= 4.5, seen
+
+
+def test_a_bound_that_is_not_finite_is_left_out():
+    pruning = {"value": 1.5, "total_value": 3.0, "upper_bound": None}
+    assert _cost_note(pruning) == "<p>Importance kept: 50.00%. The last knapsack's value is 1.5.</p>"
+    assert "could exceed 2 (a gap of 0.5)" in _cost_note({**pruning, "upper_bound": 2.0})

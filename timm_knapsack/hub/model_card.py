@@ -235,10 +235,11 @@ def _history(config: ChannelConfig, made: Mapping[str, Any]) -> str:
     if options:
         lines.append("- options: " + ", ".join(f"{key} `{value}`" for key, value in options.items()))
     if pruning.get("total_value"):
-        value, bound = pruning["value"], pruning["upper_bound"]
+        value, bound = pruning["value"], pruning.get("upper_bound")
+        certificate = "" if bound is None else f", upper bound {bound:.6g}"  # an infinite one is null in JSON
         lines.append(
             f"- importance kept: {value / pruning['total_value']:.2%}, solved as a knapsack "
-            f"(value {value:.6g}, upper bound {bound:.6g})"
+            f"(value {value:.6g}{certificate})"
         )
     if made.get("versions"):
         lines.append("- saved with " + ", ".join(f"{name} {version}" for name, version in made["versions"].items()))

@@ -165,11 +165,12 @@ def _cost_table(record: RunRecord) -> str:
 def _cost_note(pruning: Mapping[str, Any]) -> str:
     if not pruning.get("total_value"):
         return ""
-    share, gap = pruning["value"] / pruning["total_value"], pruning["upper_bound"] - pruning["value"]
-    return (
-        f"<p>Importance kept: {share:.2%}. The last knapsack's value is {pruning['value']:.6g}; no choice at "
-        f"the final widths' costs could exceed {pruning['upper_bound']:.6g} (a gap of {max(gap, 0):.2g}).</p>"
-    )
+    value, bound = pruning["value"], pruning.get("upper_bound")
+    note = f"Importance kept: {value / pruning['total_value']:.2%}. The last knapsack's value is {value:.6g}"
+    if bound is not None:  # an infinite one is null in JSON
+        gap = max(bound - value, 0)
+        note += f"; no choice at the final widths' costs could exceed {bound:.6g} (a gap of {gap:.2g})"
+    return f"<p>{note}.</p>"
 
 
 def _accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
