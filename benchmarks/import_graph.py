@@ -235,9 +235,9 @@ def repeated(checkout: Path, command: str) -> str:
     return done.stdout.partition("\n")[0]
 
 
-def import_seconds(checkout: Path) -> float:
-    """CPU seconds of ``import timm_knapsack`` in a new process."""
-    code = "import os, timm_knapsack; t = os.times(); print(t.user + t.system)"
+def import_seconds(checkout: Path, names: str) -> float:
+    """CPU seconds of importing these names in a new process."""
+    code = f"import os, {names}; t = os.times(); print(t.user + t.system)"
     run = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, check=True)
     return float(run.stdout)
 
@@ -262,13 +262,14 @@ def main():
             print(f"  {line}")
         if options.duplicates:
             print(f"  repeated lines: {repeated(checkout, options.duplicates)}")
-    seconds = defaultdict(list)
-    for _ in range(options.runs):
-        for name, checkout in checkouts.items():
-            seconds[name].append(import_seconds(checkout))
-    for name, times in seconds.items():
-        shown = ", ".join(f"{time:.2f}" for time in times)
-        print(f"import timm_knapsack, CPU seconds, {name}: {shown}; least {min(times):.2f}")
+    for names in ("timm_knapsack", "timm_knapsack, timm"):  # before the rooms, the first imported timm by itself
+        seconds = defaultdict(list)
+        for _ in range(options.runs):
+            for name, checkout in checkouts.items():
+                seconds[name].append(import_seconds(checkout, names))
+        for name, times in seconds.items():
+            shown = ", ".join(f"{time:.2f}" for time in times)
+            print(f"import {names}, CPU seconds, {name}: {shown}; least {min(times):.2f}")
 
 
 if __name__ == "__main__":

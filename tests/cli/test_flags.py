@@ -41,6 +41,11 @@ def library_texts():
                 yield path.relative_to(LIBRARY).as_posix(), text
 
 
+def test_the_library_names_no_flags():
+    named = [(place, text) for place, text in library_texts() if re.search(r"(^|[\s(`'])--[a-z]", text)]
+    assert named == []
+
+
 def test_the_search_finds_a_flag(tmp_path):
     file = tmp_path / "a.py"
     file.write_text('"""Says --out."""\nraise Wrong(f"give {x!r} with --out, or {y}")\n')

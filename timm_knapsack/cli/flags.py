@@ -27,6 +27,7 @@ PHRASES = (
     ("min_keep", r"\bmin_keep=", "{flag} "),
     ("threads", r"\bthreads=", "{flag} "),
     ("batch_size", r"\bbatch_size=", "{flag} "),
+    ("settings", r"^changes ", "{flag} "),
 )
 
 

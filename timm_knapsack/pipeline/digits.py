@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from ..errors import KnapsackError
 
@@ -37,8 +38,6 @@ def write_images(folder: str | Path) -> Path:
         >>> sorted(path.name for path in write_images("images").iterdir())
         ['test', 'train']
     """
-    from PIL import Image
-
     folder = Path(folder)
     for split, (images, labels) in zip(("train", "test"), load_digits(), strict=True):
         for number, (image, label) in enumerate(zip(images, labels, strict=True)):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from ..costs.latency.conditions import MeasuringConditions
 from ..errors import KnapsackError, RecipeError
@@ -179,8 +180,6 @@ class Recipe(Settings):
     @classmethod
     def load(cls, path: str | os.PathLike, changes: Mapping[str, Any] | None = None) -> "Recipe":
         """Read a YAML file; ``changes`` (``{"model.weights": …}``) win over what it says."""
-        import yaml
-
         path = Path(path)
         try:
             data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -202,7 +201,7 @@ class Recipe(Settings):
             for parent in parents:
                 place = place.setdefault(parent, {})
                 if not isinstance(place, dict):
-                    raise RecipeError(f"--set {key}: {parent} holds no keys")
+                    raise RecipeError(f"changes {key}: {parent} holds no keys")
             place[last] = value
         return cls.from_dict(data, str(path))
 
