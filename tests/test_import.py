@@ -201,7 +201,7 @@ def test_the_doctor_refuses_outside_a_virtual_environment(monkeypatch, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_doctor_writes_two_files_and_removes_them(monkeypatch, tmp_path):
+def test_the_doctor_writes_two_files_that_let_timm_be_imported(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.site, "getsitepackages", lambda: [str(tmp_path)])
     monkeypatch.setattr(doctor.sys, "prefix", str(tmp_path))
     path = doctor.install_torchvision_hook()
@@ -209,9 +209,6 @@ def test_the_doctor_writes_two_files_and_removes_them(monkeypatch, tmp_path):
     start = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {packages()!r}]; exec({path.read_text()!r}); import timm"
     done = run(start, "-S")
     assert done.returncode == 0, done.stderr
-    doctor.remove_torchvision_hook()
-    assert list(tmp_path.iterdir()) == []
-    doctor.remove_torchvision_hook()  # a second time does no harm
 
 
 def test_the_doctor_says_when_it_can_not_write(monkeypatch, tmp_path):

@@ -40,7 +40,6 @@ class Diagnosis:
     versions: dict[str, str]
     devices: list[str]
     operators_missing: bool
-    hook_installed: bool
     plain_timm_imports: bool
 
 
@@ -91,7 +90,6 @@ def diagnose() -> Diagnosis:
         versions=versions(*PACKAGES),
         devices=devices,
         operators_missing=_torchvision_operators.operators_are_missing(),
-        hook_installed=_pth().exists(),
         plain_timm_imports=alone.returncode == 0,
     )
 
@@ -99,7 +97,7 @@ def diagnose() -> Diagnosis:
 def install_torchvision_hook() -> Path:
     """Let ``import timm`` work by itself in this environment, where torchvision lacks its compiled operators.
 
-    Writes two small files into this environment's site-packages; outside a virtual environment it refuses.
+    Writes two small files, ``_timm_knapsack_torchvision.py`` and ``.pth``, into this environment's site-packages; outside a virtual environment it refuses.
     """
     if sys.prefix == sys.base_prefix:
         raise KnapsackError(
@@ -112,12 +110,6 @@ def install_torchvision_hook() -> Path:
     except OSError as error:
         raise KnapsackError(f"{folder} can't be written: {error.strerror or error}") from None
     return _pth()
-
-
-def remove_torchvision_hook() -> None:
-    """Undo `install_torchvision_hook`."""
-    for path in (_pth(), _pth().with_name(f"{HOOK}.py")):
-        path.unlink(missing_ok=True)
 
 
 def _pth() -> Path:

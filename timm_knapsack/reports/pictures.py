@@ -67,7 +67,6 @@ def chart(
     y_label: str,
     title: str,
     log_y: bool = False,
-    percent_y: bool = False,
     path: str | os.PathLike | None = None,
 ) -> str:
     """Lines or points as inline SVG that takes the colours of its page; with ``path`` also as a picture.
