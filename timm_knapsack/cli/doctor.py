@@ -97,7 +97,8 @@ def diagnose() -> Diagnosis:
 def install_torchvision_hook() -> Path:
     """Let ``import timm`` work by itself in this environment, where torchvision lacks its compiled operators.
 
-    Writes two small files, ``_timm_knapsack_torchvision.py`` and ``.pth``, into this environment's site-packages; outside a virtual environment it refuses.
+    Writes ``_timm_knapsack_torchvision.py`` and ``.pth`` into this environment's site-packages; remove both to undo it.
+    Outside a virtual environment it refuses.
     """
     if sys.prefix == sys.base_prefix:
         raise KnapsackError(
