@@ -8,6 +8,7 @@ import pytest
 PROGRAM = """
 import resource, sys
 from contextlib import nullcontext
+import timm_knapsack, timm  # as where times are measured; in a process with torch alone one block of three is not kept
 import torch
 from timm_knapsack.costs.latency.steady_memory import memory_kept
 
