@@ -1,24 +1,32 @@
 """Rebuild in closed form what pruning lost: no gradients, a few hundred images.
 
-Layer by layer, in the order in which they run, on the student's own features, ridge regression fits each conv or linear
-to the teacher's pre-activation map at the channels that were kept. A layer that ends a residual block is fitted to the
-teacher's sum minus the student's own shortcut, so that the errors of earlier layers are corrected and not passed on.
-The paper's ``M_l`` is the same regressor; here it is folded into the weights and costs nothing at inference.
+Segment by segment and, inside a segment, layer by layer, in the order in which they run, on the student's own features,
+ridge regression fits each conv or linear to the teacher's pre-activation map at the channels that were kept. A layer
+that ends a residual block is fitted to the teacher's sum minus the student's own shortcut, so that the errors of
+earlier layers are corrected and not passed on. The paper's ``M_l`` is the same regressor; here it is folded into the
+weights and costs nothing at inference.
+
+The teacher runs once, and its maps are kept at the sampled positions only. The student runs once too: layers that are
+finished return what they returned before, so that each further layer of a segment costs only what lies between.
 """
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import KnapsackError
-from ..maps.replay import Replay
+from ..maps.batches import image_batches
+from ..maps.patches import count_positions, draw_positions, flat_weight, outputs, patches
 from ..maps.taps import Tap, find_blocks, find_taps
+from ..maps.walk import Reached, Segment, Walk, find_segments, hooked, standing_in, watch_execution
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
-from .ridge import RidgeSums, draw_positions, flat_weight, outputs, patches
+from .finished_layers import FinishedLayers
+from .ridge import RidgeSums
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +52,7 @@ def recover(
     kept: Mapping[str, Tensor] | None = None,
     ridge: float | None = None,
     images: int | None = None,
+    accelerator=None,
 ) -> nn.Module:
     """Rebuild the teacher's maps in a pruned student, in place, without gradients; returns the student.
 
@@ -51,47 +60,29 @@ def recover(
     layers) and layers with more inputs than the images have positions are left alone, and the log says which.
 
     Args:
-        loader: images, or (images, labels); labels are not used. They are held in memory, with one map each.
-        kept: ``{layer: the teacher's output channels that the student has}``; a model that comes from `prune`, or from
-            a folder that `save_pretrained` wrote, knows them.
+        loader: images, or (images, labels); labels are not used. They are held in memory, with the inputs of one
+            segment of both networks (at most a sixth of the machine's memory each; beyond that, more is run again).
+        kept: ``result.kept_channels``; a model that comes from `prune` carries it.
         ridge: penalty on the change of the weights, relative to the mean square of the inputs; by default each layer's
             own, the one whose fit on one half of the images does best on the other.
         images: use at most this many.
+        accelerator: of several processes, each takes every n-th batch of the loader, and all end with the same weights.
 
     Example:
         >>> result = prune(model, loader, budget=Budget(macs=0.5))
         >>> student = recover(result.model, model, loader)
     """
-    recover_layers(student, teacher, loader, kept=kept, ridge=ridge, images=images)
+    recover_layers(student, teacher, loader, kept=kept, ridge=ridge, images=images, accelerator=accelerator)
     return student
 
 
-def recover_layers(student, teacher, loader, *, kept=None, ridge=None, images=None) -> list[LayerFit]:
-    """As `recover`; returns the fit of each layer."""
+def recover_layers(student, teacher, loader, *, kept=None, ridge=None, images=None, accelerator=None) -> list[LayerFit]:
+    """As `recover`; returns how each layer fared."""
     kept = dict(kept if kept is not None else kept_of(student, teacher))
     _check_pair(student, teacher, kept)
-    batches = _images(loader, images, next(student.parameters()).device)
+    batches = image_batches(loader, images, next(student.parameters()).device)
     with eval_mode(student, teacher), torch.no_grad():
-        return _Recovery(student, teacher, batches, kept, ridge).run()
-
-
-def reestimate_batchnorm(model: nn.Module, loader: Iterable, *, images: int | None = None) -> nn.Module:
-    """Set every BatchNorm's running statistics to the mean over these images, in place: the simplest recovery."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
-    batches = _images(loader, images, next(model.parameters()).device)
-    momenta = [norm.momentum for norm in norms]
-    try:
-        with eval_mode(model), torch.no_grad():
-            for norm in norms:
-                norm.reset_running_stats()
-                norm.momentum = None  # a plain average over the batches
-                norm.train()
-            for batch in batches:
-                model(batch)
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-    return model
+        return _Recovery(student, teacher, batches, kept, ridge, accelerator).run()
 
 
 def _check_pair(student: nn.Module, teacher: nn.Module, kept: Mapping[str, Tensor]) -> None:
@@ -111,140 +102,183 @@ def _check_pair(student: nn.Module, teacher: nn.Module, kept: Mapping[str, Tenso
             raise KnapsackError(f"kept[{name!r}] names {len(kept[name])} channels, the student's layer has {ours}")
 
 
-def _images(loader: Iterable, limit: int | None, device) -> list[Tensor]:
-    batches, count = [], 0
-    for batch in loader:
-        x = batch[0] if isinstance(batch, (tuple, list)) else batch
-        if not isinstance(x, Tensor):
-            raise KnapsackError(f"a batch is a {type(batch).__name__}, expected images or (images, labels)")
-        x = x.to(device) if limit is None else x[: limit - count].to(device)
-        batches.append(x)
-        count += len(x)
-        if limit is not None and count >= limit:
-            break
-    if not count:
-        raise KnapsackError("the loader gave no images; recovery needs a few hundred")
-    return batches
-
-
 class _Recovery:
-    def __init__(self, student, teacher, batches, kept, ridge):
-        self.student, self.teacher, self.kept, self.ridge = student, teacher, kept, ridge
-        self.runs = {"student": Replay(student, batches), "teacher": Replay(teacher, batches)}
-        self.ours, self.theirs = dict(student.named_modules()), dict(teacher.named_modules())
-        self.batches = batches
-        self.order, self.norm_after, self.calls = _execution(student, batches[0][:2])
-        blocks = find_blocks(student)
-        self.taps = {tap.name: tap for tap in find_taps(student, "blocks", batches[0][:2])} if blocks else {}
+    def __init__(self, student, teacher, batches, kept, ridge, accelerator):
+        self.kept, self.ridge, self.accelerator = kept, ridge, accelerator
+        self.share = max(1, POSITIONS // len(batches))  # positions of each batch
+        numbers = range(len(batches))
+        if accelerator is not None:
+            numbers = numbers[accelerator.process_index :: accelerator.num_processes]
+        self.seeds = list(numbers)  # a batch draws the same positions whichever process has it
+        batches = [batches[number] for number in numbers] or [batches[0][:0]]
+        few = batches[0][:2]
+        self.execution = watch_execution(student, few)
+        segments = find_segments(student, self.execution.order)
+        self.ours, self.theirs = Walk(student, batches, segments), Walk(teacher, batches, segments)
+        self.taps = {tap.name: tap for tap in find_taps(student, "blocks", few)} if find_blocks(student) else {}
 
     def run(self) -> list[LayerFit]:
-        fits = []
-        changed = False  # nothing to correct before the first layer that differs
-        for segment, layers in self._segments():
-            for name in layers:
-                differs = self.ours[name].weight.shape != self.theirs[name].weight.shape
-                changed = changed or differs
-                if changed:
-                    fits.append(self._fit(name, self.taps.get(segment)))
-                    if fits[-1].skipped:
-                        log.info("recover: %s is left as it was: %s", name, fits[-1].skipped)
-            for side, modules in (("student", self.ours), ("teacher", self.theirs)):
-                self.runs[side].finish(modules[segment])
+        fits: list[LayerFit] = []
+        changed = False  # nothing is lost before the first layer that differs
+        last = self.ours.segments[-1]
+        for segment in self.ours.segments:
+            shapes = [(self.ours.modules[n].weight.shape, self.theirs.modules[n].weight.shape) for n in segment.layers]
+            first = next((i for i, (mine, full) in enumerate(shapes) if mine != full), None)
+            if changed or first is not None:
+                todo = segment.layers if changed else segment.layers[first:]
+                changed = True
+                fits += self._fit_segment(segment, todo, segment is last)
+            elif segment is not last:
+                self.ours.advance()
+                self.theirs.advance()
+        for fit in fits:
+            if fit.skipped:
+                log.info("recover: %s is left as it was: %s", fit.name, fit.skipped)
         return fits
 
-    def _segments(self) -> list[tuple[str, list[str]]]:
-        """Blocks, and the layers outside of blocks, in the order in which they run."""
-        blocks = sorted(self.taps, key=len, reverse=True)
-        segments: dict[str, list[str]] = {}
-        for name in self.order:
-            block = next((b for b in blocks if name.startswith(b + ".")), name)
-            segments.setdefault(block, []).append(name)
-        return list(segments.items())
+    def _fit_segment(self, segment: Segment, names: tuple[str, ...], is_last: bool) -> list[LayerFit]:
+        tap = self.taps.get(segment.name)
+        plans = self._plans(names, tap)
+        targets, full = self._targets(plans, tap)
+        if not is_last:
+            self.theirs.advance(full)
+        finished = FinishedLayers(self.ours)
+        for name in segment.layers[: len(segment.layers) - len(names)]:
+            finished.add(name, is_written=True)
+        fits = []
+        for plan in plans:
+            if not plan.skipped:
+                fits.append(self._fit(plan, targets.pop(plan.name), finished, tap))
+            else:
+                fits.append(LayerFit(plan.name, "layer", 0.0, 0.0, plan.skipped))
+            finished.add(plan.name, plan.is_written)
+        if not is_last:
+            self.ours.advance([finished.run(batch) for batch in range(self.ours.probe)])
+        return fits
 
-    def _fit(self, name: str, tap: Tap | None) -> LayerFit:
-        layer = self.ours[name]
-        skipped = self._no_closed_form(name)
-        if skipped:
-            return LayerFit(name, "layer", 0.0, 0.0, skipped)
-        inputs = layer.weight[0].numel()
-        positions = min(POSITIONS, self._positions(layer) * sum(len(batch) for batch in self.batches))
-        if positions < inputs:
-            return LayerFit(name, "layer", 0.0, 0.0, f"{positions} positions are too few for its {inputs} inputs")
-        gain = self._gain(name, tap) if tap is not None else None
-        sums = RidgeSums(layer)
-        share = max(1, POSITIONS // len(self.batches))
-        for batch in range(len(self.batches)):
-            x, now, target = self._maps(batch, name, tap, gain)
-            at = draw_positions(layer, now, share, seed=batch)
-            columns, now, target = patches(layer, x, at), outputs(layer, now, at), outputs(layer, target, at)
-            sums.add(columns.float(), (target - now).float(), target.float())
-        norm = self.norm_after.get(name)
-        takes_intercept = layer.bias is not None or norm is not None
-        fit = sums.fit(self.ridge, takes_intercept)
-        if not torch.isfinite(fit.weight).all():
-            return LayerFit(name, "layer", fit.error_before, fit.error_before, "the fit is not finite")
-        layer.weight.copy_(fit.weight)
-        if layer.bias is not None:
-            layer.bias.add_(fit.intercept.to(layer.bias.dtype))
-        elif norm is not None:
-            mean = self.ours[norm].running_mean
-            mean.sub_(fit.intercept.to(mean.dtype))
-        return LayerFit(name, "layer" if gain is None else "block", fit.error_before, fit.error_after)
+    def _plans(self, names: tuple[str, ...], tap: Tap | None) -> list["_Plan"]:
+        """What is to be done with each layer of the segment, from runs of the probe."""
+        seen: dict[str, list[Tensor]] = {}
+        versions: dict[str, int] = {}
+        hooks = []
+        for name in names:
 
-    def _no_closed_form(self, name: str) -> str:
-        layer = self.ours[name]
-        if self.calls[name] != 1:
-            return f"it runs {self.calls[name]} times in one forward pass"
-        seen = self.runs["student"].first(2).run(0, layer, wanted={"x": (layer, "input")})
+            def entered(x, name=name):
+                seen.setdefault(name, []).append(x.clone())
+
+            def left(y, name=name):
+                seen[name] += [y, y.clone()]
+                versions[name] = y._version
+
+            hooks += [(self.ours.modules[name], "input", entered), (self.ours.modules[name], "output", left)]
+        with hooked(*hooks):
+            self.ours.run(self.ours.probe)
+        plans = []
+        for name in names:
+            if self.execution.calls[name] != 1:
+                plans.append(_Plan(name, f"it runs {self.execution.calls[name]} times in one forward pass"))
+                continue
+            x, y, copied = seen[name]
+            skipped = self._no_closed_form(name, x, copied)
+            gain = None if skipped or tap is None else self._gain(name, tap, copied)
+            plans.append(_Plan(name, skipped, gain, y._version != versions[name]))
+        return _one_to_the_sum(plans, self.ours.modules)
+
+    def _no_closed_form(self, name: str, x: Tensor, y: Tensor) -> str:
+        layer = self.ours.modules[name]
         try:
-            columns = patches(layer, seen["x"])
+            columns = patches(layer, x)
         except ValueError as error:
             return str(error)
-        now = outputs(layer, seen["until"])
-        made = columns @ flat_weight(layer)
+        made, now = columns @ flat_weight(layer), outputs(layer, y)
         if layer.bias is not None:
             made = made + layer.bias.reshape(made.shape[0], 1, -1)
         if not torch.allclose(made, now, rtol=1e-2, atol=1e-3 * float(now.abs().max().clamp_min(1e-6))):
             return "its weights are computed while it runs (weight standardisation or the like)"
-        return ""
+        inputs = layer.weight[0].numel()
+        positions = min(POSITIONS, count_positions(layer, y) * self._all_images())
+        return f"{positions} positions are too few for its {inputs} inputs" if positions < inputs else ""
 
-    def _positions(self, layer: nn.Module) -> int:
-        """Output positions in one image."""
-        y = self.runs["student"].first(1).run(0, layer)["until"]
-        return y[0].numel() // layer.weight.shape[0]
+    def _all_images(self) -> int:
+        count = torch.tensor(sum(len(batch) for batch in self.ours.batches[: self.ours.probe]), dtype=torch.float64)
+        return int(self._add_up(count))
 
-    def _maps(self, batch, name, tap, gain) -> tuple[Tensor, Tensor, Tensor]:
-        """The layer's input, its output now, and what its output should be."""
-        ours, theirs = self.ours[name], self.theirs[name]
-        index = self.kept.get(name)
-        if gain is None:
-            seen = self.runs["student"].run(batch, ours, wanted={"x": (ours, "input")})
-            full = self.runs["teacher"].run(batch, theirs)["until"]
-            return seen["x"], seen["until"], _select(full, index, ours)
-        wanted = {"x": (ours, "input"), "y": (ours, "output")}
-        seen = self.runs["student"].run(batch, self.ours[tap.module], tap.side, wanted)
-        full = self.runs["teacher"].run(batch, self.theirs[tap.module], tap.side)["until"]
-        missing = _select(full, index, ours) - seen["until"]
-        shape = [1, -1] + [1] * (missing.dim() - 2) if isinstance(ours, nn.Conv2d) else [-1]
-        return seen["x"], seen["y"], seen["y"] + missing * gain.reshape(shape)
+    def _add_up(self, value: Tensor) -> Tensor:
+        return value if self.accelerator is None else self.accelerator.reduce(value, "sum")
 
-    def _gain(self, name: str, tap: Tap) -> Tensor | None:
+    def _targets(self, plans: list["_Plan"], tap: Tap | None) -> tuple[dict[str, list], list[Any]]:
+        """The teacher's maps for each layer, at drawn positions: ``[(positions, targets) of each batch]``."""
+        targets: dict[str, list] = {plan.name: [] for plan in plans if not plan.skipped}
+        full = []
+        for batch in range(self.theirs.probe):
+            hooks = []
+            for plan in plans:
+                if plan.skipped:
+                    continue
+
+                def keep(y, name=plan.name, batch=batch):
+                    layer, index = self.ours.modules[name], self.kept.get(name)
+                    if index is not None:
+                        y = y.index_select(1 if isinstance(layer, nn.Conv2d) else -1, index.to(y.device))
+                    at = draw_positions(layer, y, self.share, self.seeds[batch])
+                    targets[name].append((at, outputs(layer, y, at).float()))
+
+                if plan.gain is None:
+                    hooks.append((self.theirs.modules[plan.name], "output", keep))
+                else:
+                    hooks.append((self.theirs.modules[tap.module], tap.side, keep))
+            with hooked(*hooks):
+                full.append(self.theirs.run(batch))
+        return targets, full
+
+    def _fit(self, plan: "_Plan", targets: list, finished: "FinishedLayers", tap: Tap | None) -> LayerFit:
+        name, layer = plan.name, self.ours.modules[plan.name]
+        norm = self.execution.norm_after.get(name)
+        sums = RidgeSums(layer)
+        for batch, (at, target) in enumerate(targets):
+            if plan.gain is None:
+                x = finished.input_of(name, batch)
+            else:
+                x, base = finished.input_and_sum(name, batch, tap)
+                target = (target - outputs(layer, base, at).float()) * plan.gain.reshape(target.shape[0], 1, -1)
+            if layer.bias is not None:
+                target = target - layer.bias.reshape(target.shape[0], 1, -1).float()
+            sums.add(patches(layer, x, at).float(), target)
+            targets[batch] = None
+        sums.reduce(self._add_up)
+        fixed = None if plan.gain is None else plan.gain == 0
+        fit = sums.fit(self.ridge, layer.bias is not None or norm is not None, fixed)
+        if not torch.isfinite(fit.weight).all():
+            return LayerFit(name, "layer", fit.error_before, fit.error_before, "the fit is not finite")
+        layer.weight.copy_(fit.weight)
+        if layer.bias is not None:
+            layer.bias.add_(fit.shift.to(layer.bias.dtype))
+        elif norm is not None:
+            mean = self.ours.modules[norm].running_mean
+            mean.sub_(fit.shift.to(mean.dtype))
+        return LayerFit(name, "layer" if plan.gain is None else "block", fit.error_before, fit.error_after)
+
+    def _gain(self, name: str, tap: Tap, y: Tensor) -> Tensor | None:
         """1 ÷ how strongly each output channel enters the block's sum, or None where it does not enter it linearly.
 
         A layer ends a residual block if a change of its output changes the block's pre-activation sum in the same
         place by a fixed factor for each channel: batch norm and layer scale have such factors, an activation has not.
         """
-        layer, run = self.ours[name], self.runs["student"].first(8)
-        seen = run.run(0, self.ours[tap.module], tap.side, {"y": (layer, "output")})
-        y, plain = seen["y"], seen["until"]
-        if not isinstance(plain, Tensor) or plain.shape != y.shape:
-            return None
+        layer, walk = self.ours.modules[name], self.ours
         change = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y) * y.std().clamp_min(1e-6)
-        handle = layer.register_forward_hook(lambda m, i, out: out + change)
-        try:
-            moved = run.run(0, self.ours[tap.module], tap.side)["until"] - plain
-        finally:
-            handle.remove()
+        sums: list[Tensor] = []
+
+        def stop(x):
+            sums.append(x.clone())
+            raise Reached
+
+        forward = layer.forward
+        for stand_in in (forward, lambda *args: forward(*args) + change):
+            with standing_in({layer: stand_in}), hooked((walk.modules[tap.module], tap.side, stop)):
+                walk.run(walk.probe)
+        if not isinstance(sums[0], Tensor) or sums[0].shape != y.shape:
+            return None
+        moved = sums[1] - sums[0]
         channel = 1 if isinstance(layer, nn.Conv2d) else -1
         change, moved = change.transpose(0, channel).flatten(1), moved.transpose(0, channel).flatten(1)
         factor = (change * moved).sum(1) / change.square().sum(1)
@@ -255,45 +289,30 @@ class _Recovery:
         return torch.where(usable, 1 / factor.where(usable, torch.ones_like(factor)), torch.zeros_like(factor))
 
 
-def _select(full: Tensor, index: Tensor | None, layer: nn.Module) -> Tensor:
-    if index is None:
-        return full
-    return full.index_select(1 if isinstance(layer, nn.Conv2d) else -1, index.to(full.device))
+def _one_to_the_sum(plans: list["_Plan"], modules: Mapping[str, nn.Module]) -> list["_Plan"]:
+    """Of several layers that add to the block's sum (a branch and a shortcut's conv), one is fitted to it, last of all.
+
+    It is the one with the most weights for each output; the others are fitted to their own outputs before.
+    """
+    ends = [plan for plan in plans if plan.gain is not None]
+    if not ends:
+        return plans
+    last = max(ends, key=lambda plan: modules[plan.name].weight[0].numel())
+    others = [plan if plan.gain is None else replace(plan, gain=None) for plan in plans if plan is not last]
+    return [*others, last]
 
 
-def _execution(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, str], dict[str, int]]:
-    """The convs and linears in the order in which they run, the BatchNorm right behind each, how often each runs."""
-    order: list[str] = []
-    calls: dict[str, int] = {}
-    made_by: dict[int, str] = {}
-    norm_after: dict[str, str] = {}
-    held, handles = [], []
+@dataclass(frozen=True)
+class _Plan:
+    """How a layer is to be fitted.
 
-    def ran(name):
-        def hook(module, args, output):
-            if name not in calls:
-                order.append(name)
-            calls[name] = calls.get(name, 0) + 1
-            made_by[id(output)] = name
-            held.append(output)
+    Attributes:
+        skipped: why it can't be; empty where it can.
+        gain: 1 ÷ its factors in the block's sum, where it ends a residual block.
+        is_written: does something write into its output (an in-place activation)?
+    """
 
-        return hook
-
-    def normed(name):
-        def hook(module, args):
-            if id(args[0]) in made_by:
-                norm_after[made_by[id(args[0])]] = name
-
-        return hook
-
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Conv2d, nn.Linear)):
-            handles.append(module.register_forward_hook(ran(name)))
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
-            handles.append(module.register_forward_pre_hook(normed(name)))
-    try:
-        model(images)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return order, norm_after, calls
+    name: str
+    skipped: str = ""
+    gain: Tensor | None = field(default=None, compare=False)
+    is_written: bool = False

@@ -1,0 +1,55 @@
+"""Images out of whatever a loader gives: tensors, ``(images, labels)``, or the dicts of transformers and datasets."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import KnapsackError
+
+IMAGE_KEYS = ("pixel_values", "image", "images", "img")
+
+
+def images_of(batch: Any) -> Tensor:
+    """The images of one batch.
+
+    Example:
+        >>> import torch
+        >>> images_of({"pixel_values": torch.zeros(2, 3, 8, 8), "labels": torch.zeros(2)}).shape
+        torch.Size([2, 3, 8, 8])
+    """
+    if isinstance(batch, Mapping):
+        x = next((batch[key] for key in IMAGE_KEYS if key in batch), None)
+        found = f"a dict with the keys {', '.join(map(str, batch))}"
+    else:
+        x = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+        found = f"a {type(batch).__name__}"
+    if not isinstance(x, Tensor):
+        raise KnapsackError(
+            f"a batch is {found}, expected images, (images, labels), or a dict with pixel_values as a tensor"
+        )
+    return x
+
+
+def image_batches(loader: Iterable | None, limit: int | None = None, device: Any = None) -> list[Tensor]:
+    """All images of a loader, batch by batch, at most ``limit`` of them.
+
+    Example:
+        >>> import torch
+        >>> [len(x) for x in image_batches([torch.zeros(4, 3, 8, 8)] * 3, limit=10)]
+        [4, 4, 2]
+    """
+    if limit is not None and limit < 1:
+        raise KnapsackError(f"images={limit}: at least one image is needed")
+    batches, count = [], 0
+    for batch in loader if loader is not None else ():
+        x = images_of(batch).to(device)
+        x = x if limit is None else x[: limit - count]
+        if len(x):
+            batches.append(x)
+        count += len(x)
+        if limit is not None and count >= limit:
+            break
+    if not count:
+        raise KnapsackError("the loader gave no images; a few hundred are needed")
+    return batches
