@@ -6,8 +6,8 @@ update (Optimal Brain Surgeon, in blocks). The cheapest units go first, a few pe
 product with many columns is much faster than many products with one. A group with several consumers adds their costs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,11 +26,13 @@ class Consumer:
         gram: [inputs, inputs], mean of x xᵀ (centred where the layer can shift its output).
         weight: [inputs, outputs], with each output scaled by what an error in it is worth.
         rows: [units, k], the inputs that belong to each unit: 9 for a channel of a 3×3 conv, the width of a head.
+        ridge: penalty on the change of the weights, relative to the mean square of the inputs.
     """
 
     gram: Tensor
     weight: Tensor
     rows: Tensor
+    ridge: float = RIDGE
 
 
 @dataclass(frozen=True)
@@ -42,17 +44,18 @@ class Elimination:
 
     order: np.ndarray
     error: np.ndarray
+    refitted: Mapping[int, list[Tensor]] = field(default_factory=dict)  # {units kept: weights of each consumer}
 
     def kept(self, count: int) -> Tensor:
         """The units that are left when ``count`` of them stay, sorted."""
         return torch.from_numpy(np.sort(self.order[len(self.order) - count :]).astype(np.int64))
 
 
-def eliminate(consumers: Sequence[Consumer], ridge: float = RIDGE, share: float = SHARE) -> Elimination:
+def eliminate(consumers: Sequence[Consumer], at: Sequence[int] = (), share: float = SHARE) -> Elimination:
     """Remove all units, the cheapest first.
 
     Args:
-        ridge: penalty on the change of the weights, relative to the mean square of the inputs.
+        at: numbers of kept units at which the refitted weights are wanted; removed inputs have weight 0 there.
         share: of the units left, how many go before all costs are worked out again; at least one.
 
     Example:
@@ -62,13 +65,17 @@ def eliminate(consumers: Sequence[Consumer], ridge: float = RIDGE, share: float 
         [0, 2, 1]
     """
     size = len(consumers[0].rows)
-    states = [_State(consumer, ridge) for consumer in consumers]
+    states = [_State(consumer) for consumer in consumers]
     alive = torch.arange(size)
     order: list[int] = []
     error = [0.0]
+    refitted: dict[int, list[Tensor]] = {}
     while len(alive):
+        if len(alive) in at:
+            refitted[len(alive)] = [state.full_weight() for state in states]
         costs = sum(state.costs(alive) for state in states)
         count = max(1, int(len(alive) * share))
+        count = min([count, *(len(alive) - stop for stop in at if stop < len(alive))])  # stop at each wanted width
         cheapest = costs.argsort()[:count]
         units = alive[cheapest]
         joint = max(sum(state.remove(units) for state in states), 0.0)
@@ -78,20 +85,28 @@ def eliminate(consumers: Sequence[Consumer], ridge: float = RIDGE, share: float 
         mask = torch.ones(len(alive), dtype=torch.bool)
         mask[cheapest] = False
         alive = alive[mask]
-    return Elimination(np.array(order), np.array(error[::-1]))
+    return Elimination(np.array(order), np.array(error[::-1]), refitted)
 
 
 class _State:
     """H and W of one consumer, on the way."""
 
-    def __init__(self, consumer: Consumer, ridge: float):
+    def __init__(self, consumer: Consumer):
         gram = consumer.gram.double()
-        penalty = ridge * gram.diagonal().mean().clamp_min(1e-30)
+        penalty = consumer.ridge * gram.diagonal().mean().clamp_min(1e-30)
         regular = gram + penalty * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         self.inverse = torch.cholesky_inverse(torch.linalg.cholesky(regular))
         self.weight = consumer.weight.double().clone()
         self.rows = consumer.rows.clone()
+        self.inputs = torch.arange(len(gram))  # what the rows of the matrices stand for
         self.left = torch.ones(len(gram), dtype=torch.bool)
+        self.shape = consumer.weight.shape
+
+    def full_weight(self) -> Tensor:
+        weight = self.weight.new_zeros(self.shape)
+        stay = self.left.nonzero().flatten()
+        weight[self.inputs[stay]] = self.weight[stay]
+        return weight
 
     def costs(self, units: Tensor) -> Tensor:
         rows = self.rows[units]
@@ -120,5 +135,5 @@ class _State:
         place = torch.zeros(len(self.left), dtype=torch.long)
         place[stay] = torch.arange(len(stay))
         self.inverse, self.weight = self.inverse[stay][:, stay], self.weight[stay]
-        self.rows = place[self.rows]
+        self.rows, self.inputs = place[self.rows], self.inputs[stay]
         self.left = self.left[stay]

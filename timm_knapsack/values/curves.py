@@ -1,0 +1,176 @@
+"""Value curves: what the network loses at each width of each group, its readers refitted; a safetensors file."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import ScoreError
+from ..slim.channel_groups import ChannelGroup, ChannelGroups
+from ..slim.tensor_files import write_tensors
+from .group_values import GroupValues, Ladder
+
+FORMAT = "timm-knapsack/values"
+TINY = 1e-12
+SLOPES = (0.5, 3.0)  # exponents of the power law outside of the measured widths: nearly linear, never flat
+
+
+@dataclass(frozen=True)
+class GroupCurve:
+    """What one group's widths cost.
+
+    Attributes:
+        order: its units in the order in which they go.
+        error: [size + 1], squared error of the refitted readers with n units kept; the shape of the curve.
+        counts: widths at which the loss of the whole network was measured, ascending; the scale of the curve.
+        loss: the loss measured there: KL divergence from the original's outputs on images that were not fitted.
+        note: what could not be refitted, and why.
+
+    Example:
+        >>> curve = GroupCurve(np.array([1, 0]), np.array([4.0, 1.0, 0.0]), np.array([1]), np.array([0.1]))
+        >>> curve.losses().round(3)           # with 0, 1 and 2 units kept
+        array([0.4, 0.1, 0. ])
+    """
+
+    order: np.ndarray
+    error: np.ndarray
+    counts: np.ndarray
+    loss: np.ndarray
+    note: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.order)
+
+    def losses(self) -> np.ndarray:
+        """[size + 1]: the loss with n units kept; a power law of the error between the measured widths."""
+        x = np.log(np.maximum(self.error[self.counts], TINY))[::-1]  # ascending: the widest first
+        y = np.maximum.accumulate(np.log(np.maximum(self.loss, TINY))[::-1])
+        x, first = np.unique(x, return_index=True)
+        y = y[first]
+        at = np.log(np.maximum(self.error, TINY))
+        result = np.interp(at, x, y)
+        inner = np.diff(y) / np.diff(x) if len(x) > 1 else np.ones(1)
+        below, above = at < x[0], at > x[-1]
+        result[below] = y[0] + np.clip(inner[0], 1.0, SLOPES[1]) * (at[below] - x[0])
+        result[above] = y[-1] + np.clip(inner[-1], *SLOPES) * (at[above] - x[-1])
+        losses = np.exp(result)
+        losses[self.size] = 0.0
+        return losses
+
+    def hull(self) -> np.ndarray:
+        """[size + 1]: the least convex curve below the losses, which the solver works on; 0 units are no choice."""
+        losses = self.losses()
+        corners = [1]
+        for n in range(2, self.size + 1):
+            while len(corners) > 1 and _is_above(losses, corners[-2], corners[-1], n):
+                corners.pop()
+            corners.append(n)
+        flat = np.interp(np.arange(self.size + 1), corners, losses[corners])
+        flat[0] = losses[0]
+        return flat
+
+
+def _is_above(losses: np.ndarray, left: int, middle: int, right: int) -> bool:
+    chord = losses[left] + (losses[right] - losses[left]) * (middle - left) / (right - left)
+    return losses[middle] >= chord
+
+
+class ValueCurves(dict, GroupValues):
+    """``{group name: GroupCurve}`` with where they come from; one set serves any number of budgets.
+
+    Example:
+        >>> curves = value_curves(model, groups, loader)
+        >>> curves.save("values.safetensors")
+        >>> curves = ValueCurves.load("values.safetensors", groups)
+    """
+
+    def __init__(self, curves: Mapping[str, GroupCurve], *, model: str = "", data: str = "", samples: int = 0):
+        super().__init__(curves)
+        self.model, self.data, self.samples = model, data, samples
+
+    def __repr__(self):
+        return f"ValueCurves({len(self)} groups of {self.model or 'a model'}, {self.samples} images)"
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        return {"criterion": "curves", "data": self.data, "samples": self.samples}
+
+    def checked(self, groups: ChannelGroups) -> "ValueCurves":
+        """Itself, or an error if it belongs to other groups."""
+        missing = [group.name for group in groups if group.name not in self]
+        unknown = sorted(set(self) - set(groups.by_name))
+        if missing or unknown:
+            what = f"no curve for {missing[0]!r}" if missing else f"a curve for {unknown[0]!r}, which is no group"
+            raise ScoreError(f"these value curves belong to other groups: {what}; measure them again with value_curves")
+        for group in groups:
+            if self[group.name].size != group.size:
+                raise ScoreError(
+                    f"the curve of {group.name!r} has {self[group.name].size} units, the group {group.size}; "
+                    "measure the curves again with value_curves"
+                )
+        return self
+
+    def ladder(self, group: ChannelGroup) -> Ladder:
+        """The value of n units is minus what the network loses with them; made concave, as the solver needs it."""
+        curve = self[group.name]
+        return Ladder(np.arange(1, group.size + 1), -curve.hull()[1:], curve.order[::-1].copy())
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write to safetensors; the file appears whole or not at all."""
+        tensors, notes = {}, {}
+        for name, curve in self.items():
+            for part in ("order", "error", "counts", "loss"):
+                tensors[f"{name}/{part}"] = torch.from_numpy(np.ascontiguousarray(getattr(curve, part)))
+            if curve.note:
+                notes[name] = curve.note
+        about = {"model": self.model, "data": self.data, "samples": self.samples}
+        metadata = {"format": FORMAT, "about": json.dumps(about, sort_keys=True), "notes": json.dumps(notes)}
+        write_tensors(path, tensors, metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, groups: ChannelGroups | None = None) -> "ValueCurves":
+        """Read a file; with ``groups``, refuse curves that belong to other groups."""
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise ScoreError(f"{path}: not a file of value curves (its format says {metadata.get('format')!r})")
+                parts = {key: file.get_tensor(key).numpy() for key in file.keys()}
+                notes, about = json.loads(metadata["notes"]), json.loads(metadata["about"])
+            names = dict.fromkeys(key.rpartition("/")[0] for key in parts)
+            curves = {
+                name: _checked_curve(name, *(parts[f"{name}/{p}"] for p in ("order", "error", "counts", "loss")))
+                for name in names
+            }
+            curves = {name: GroupCurve(*curve, note=str(notes.get(name, ""))) for name, curve in curves.items()}
+            loaded = cls(curves, **{key: about[key] for key in ("model", "data", "samples")})
+        except ScoreError:
+            raise
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ScoreError(f"{path}: can't be read as value curves: {type(error).__name__} {error}") from None
+        if groups is not None:
+            try:
+                loaded.checked(groups)
+            except ScoreError as error:
+                raise ScoreError(f"{path} (measured on {loaded.model or 'an unnamed model'}): {error}") from None
+        return loaded
+
+
+def _checked_curve(name: str, order, error, counts, loss) -> tuple[np.ndarray, ...]:
+    size = len(order)
+    wrong = (
+        order.ndim != 1 or sorted(order.tolist()) != list(range(size)) or size == 0,
+        error.shape != (size + 1,) or not np.isfinite(error).all() or (np.diff(error) > 0).any(),
+        counts.ndim != 1 or len(counts) == 0 or counts.min() < 1 or counts.max() >= max(size, 2),
+        counts.shape != loss.shape or (np.diff(counts) <= 0).any(),
+        not np.isfinite(loss).all() or (loss < 0).any(),
+    )
+    if any(wrong):
+        raise ScoreError(f"the curve of {name!r} makes no sense (order, error, counts or loss); measure it again")
+    return order, error, counts, loss
