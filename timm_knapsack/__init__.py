@@ -27,9 +27,9 @@ if TYPE_CHECKING:  # the names of _HOME for type checkers and completion; tests/
     from .hub.saving import save_pretrained as save_pretrained
     from .knapsack.solve import solve_knapsack as solve_knapsack
     from .models.pruned_models import register_pruned_model as register_pruned_model
+    from .pipeline.prune import prune as prune
     from .pruning.budget import Budget as Budget
-    from .pruning.prune import prune as prune
-    from .pruning.prune import sweep as sweep
+    from .pruning.choose import sweep as sweep
     from .recovery.closed_form import recover as recover
     from .slim.channel_config import ChannelConfig as ChannelConfig
     from .slim.channel_groups import ChannelGroup as ChannelGroup
@@ -42,7 +42,9 @@ if TYPE_CHECKING:  # the names of _HOME for type checkers and completion; tests/
     from .training.finetuning import finetune as finetune
     from .values.criteria import Criterion as Criterion
     from .values.criteria import register_criterion as register_criterion
+    from .values.curves import ValueCurves as ValueCurves
     from .values.gradient_pass import taylor_scores as taylor_scores
+    from .values.measured_curves import value_curves as value_curves
     from .values.scores import Scores as Scores
 
 # Public name → the module it lives in, in the order in which a user meets them.
@@ -52,6 +54,8 @@ _HOME = {
     "ChannelGroups": "slim.channel_groups",
     "register_rule": "channels.op_rules",
     "Layout": "channels.labels",
+    "value_curves": "values.measured_curves",
+    "ValueCurves": "values.curves",
     "taylor_scores": "values.gradient_pass",
     "Scores": "values.scores",
     "Criterion": "values.criteria",
@@ -62,8 +66,8 @@ _HOME = {
     "CostKind": "costs.kinds",
     "register_cost": "costs.kinds",
     "LatencyTable": "costs.latency.table",
-    "prune": "pruning.prune",
-    "sweep": "pruning.prune",
+    "prune": "pipeline.prune",
+    "sweep": "pruning.choose",
     "slice_model": "slim.cutting",
     "resize_model": "slim.cutting",
     "recover": "recovery.closed_form",

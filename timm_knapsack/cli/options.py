@@ -21,7 +21,8 @@ DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps â€
 BatchOption = Annotated[int, typer.Option(help="Images in a batch (on each process).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, and nothing else, to stdout.")]
 CriterionOption = Annotated[
-    str, typer.Option(help="How channels are valued: abs, or magnitude, which needs no data; an unknown one lists all.")
+    str,
+    typer.Option(help="How channels are valued: curves, abs, magnitude (no data) â€¦; an unknown one lists all."),
 ]
 LabelsOption = Annotated[
     str,

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
+from ..errors import KnapsackError
 from . import console
-from .options import CriterionOption, DataOptions, DeviceOption, JsonOption, LabelsOption, NetworkOptions, verb
+from .options import DataOptions, DeviceOption, JsonOption, LabelsOption, NetworkOptions, verb
 from .score import scoring_job
 
 
@@ -24,9 +25,16 @@ def prune(
     scores: Annotated[
         str | None, typer.Option(help="A file that `score` wrote, instead of scoring now.", metavar="FILE")
     ] = None,
-    criterion: CriterionOption = "abs",
-    recover: Annotated[bool, typer.Option(help="Re-fit what is left on the images, in closed form.")] = True,
-    recover_images: Annotated[int, typer.Option(help="Images to recover with.")] = 256,
+    method: Annotated[
+        str, typer.Option(help="curves, or paper: Taylor scores as published, nothing refitted.")
+    ] = "curves",
+    criterion: Annotated[
+        str | None, typer.Option(help="Another way to value channels than the method's; an unknown one lists all.")
+    ] = None,
+    recover: Annotated[
+        bool | None, typer.Option(help="Refit what is left on the images, in closed form; not with the paper's method.")
+    ] = None,
+    recover_images: Annotated[int, typer.Option(help="Images to recover with.")] = 1024,
     round_to: Annotated[int, typer.Option(help="Keep multiples of this many channels.")] = 1,
     min_keep: Annotated[
         float, typer.Option(help="Least number (or fraction below 1) of channels to keep in a group.")
@@ -41,7 +49,7 @@ def prune(
 ) -> None:
     """Prune a model to a budget and save it as a folder that timm.create_model reads.
 
-    Images without labels do: the model's own classes stand in for them (see --labels).
+    Labels are not needed, except by Taylor scores (--labels), and the last line says what was lost.
 
     Example: timm-knapsack prune resnet18 --no-pretrained --criterion magnitude --budget macs=0.5 --out resnet18-half
     """
@@ -50,12 +58,16 @@ def prune(
     from ..pipeline.stage import run_stages
     from ..pipeline.stages import PRUNE, stages
     from ..pruning.budget import Budget
+    from ..values.valuation import METHODS
 
     wanted = Budget.parse(budget, LatencyTable.load(latency_table) if latency_table else None)  # a typo costs no time
+    if method not in METHODS:
+        raise KnapsackError(f"--method {method!r} is none of {', '.join(METHODS)}")
+    recover = method != "paper" if recover is None else recover
     where = console.choose_device(device)
     min_keep = int(min_keep) if min_keep >= 1 else min_keep
     job = scoring_job(
-        network, data, criterion, labels, where, needs_data=scores is None, budget=wanted,
+        network, data, criterion or METHODS[method], labels, where, needs_data=scores is None, budget=wanted,
         prune=PrunePart(round_to, min_keep, tuple(ignore or ())),
         recover=RecoverPart(recover_images, data.batch_size),
     )  # fmt: skip
@@ -72,9 +84,8 @@ def prune(
         )
         return
     console.print_costs(student.record.pruning, f"{network.model} → {folder}")
-    kept = result.report.value / result.report.total_value if result.report.total_value else 1.0
     console.stdout().print(
-        f"importance kept: {kept:.2%}\nimport timm, timm_knapsack\n"
+        f"{result.report.outcome}\nimport timm, timm_knapsack\n"
         f'model = timm.create_model("local-dir:{folder}", pretrained=True)',
         markup=False,
     )

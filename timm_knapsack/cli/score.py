@@ -14,8 +14,8 @@ from .options import CriterionOption, DataOptions, DeviceOption, JsonOption, Lab
 def score(
     network: NetworkOptions,
     data: DataOptions,
-    out: Annotated[str, typer.Option(help="File to write.", metavar="FILE")] = "scores.safetensors",
-    criterion: CriterionOption = "abs",
+    out: Annotated[str, typer.Option(help="File to write.", metavar="FILE")] = "values.safetensors",
+    criterion: CriterionOption = "curves",
     per_sample: Annotated[bool, typer.Option(help="Expectation over single images: exact, and slower.")] = False,
     labels: LabelsOption = "auto",
     device: DeviceOption = "auto",
@@ -35,10 +35,11 @@ def score(
     scores.save(out)
     if as_json:
         facts = {"file": out, "model": network.model, "criterion": criterion, "samples": scores.samples}
-        console.print_json({**facts, "groups": {name: values.tolist() for name, values in scores.items()}})
+        worth = {group.name: scores.ladder(group).value.tolist() for group in job["groups"]}  # of each number of units
+        console.print_json({**facts, "groups": worth})
         return
     console.stdout().print(
-        f"{out}: {sum(map(len, scores.values()))} channels in {len(scores)} groups, {criterion}, "
+        f"{out}: {sum(job['groups'].sizes)} channels in {len(scores)} groups, {criterion}, "
         f"{scores.samples} images\nprune with: timm-knapsack prune {network.model} --budget macs=0.5 --scores {out}",
         markup=False,
     )
@@ -52,7 +53,7 @@ def scoring_job(
     from ..pipeline.loaders import LABELS
     from ..pipeline.recipe import DataPart, ModelPart, ScorePart, Settings
     from ..pipeline.stage import Job
-    from ..values.criteria import CRITERIA
+    from ..values.valuation import CRITERIA
 
     source = network.source()
     source.check()  # mistakes that cost no time to find come first

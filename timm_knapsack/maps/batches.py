@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import KnapsackError
 
 IMAGE_KEYS = ("pixel_values", "image", "images", "img")
+LABEL_KEYS = ("labels", "label")
 
 
 def images_of(batch: Any) -> Tensor:
@@ -29,6 +31,22 @@ def images_of(batch: Any) -> Tensor:
             f"a batch is {found}, expected images, (images, labels), or a dict with pixel_values as a tensor"
         )
     return x
+
+
+def labels_of(batch: Any) -> Tensor | None:
+    """The class indices of one batch, or None where it has none (soft targets and other things do not count).
+
+    Example:
+        >>> import torch
+        >>> labels_of((torch.zeros(2, 3, 8, 8), torch.tensor([1, 0])))
+        tensor([1, 0])
+    """
+    if isinstance(batch, Mapping):
+        y = next((batch[key] for key in LABEL_KEYS if key in batch), None)
+    else:
+        y = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    whole = isinstance(y, Tensor) and y.dim() == 1 and not y.is_floating_point() and y.dtype != torch.bool
+    return y if whole else None
 
 
 def image_batches(loader: Iterable | None, limit: int | None = None, device: Any = None) -> list[Tensor]:

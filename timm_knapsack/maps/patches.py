@@ -5,6 +5,7 @@ random where a map has more of them than are needed.
 """
 
 import torch
+from timm.layers import pad_same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,8 +40,6 @@ def patches(layer: nn.Module, x: Tensor, positions: Tensor | None = None) -> Ten
 
 def _padded(layer: nn.Module, x: Tensor) -> Tensor:
     if type(layer).__name__ == "Conv2dSame":  # timm pads these while they run
-        from timm.layers import pad_same
-
         return pad_same(x, layer.weight.shape[-2:], layer.stride, layer.dilation)
     if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         raise ValueError(f"its padding ({layer.padding}, {layer.padding_mode}) has no closed form here")

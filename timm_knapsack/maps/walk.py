@@ -145,7 +145,7 @@ def hooked(*hooks: tuple[nn.Module, str, Callable]) -> Iterator[None]:
 
 
 def kept_bytes() -> int:
-    """What the kept inputs of one network may take: a sixth of the machine's memory, since there may be two and copies."""
+    """What the kept inputs of one network may take: a sixth of the machine's memory; there may be two, and copies."""
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Windows
@@ -327,7 +327,7 @@ class Walk:
         return False
 
     def _look_for_writes(self) -> None:
-        """Find out whether the segment writes into its inputs (in-place ops), on the probe; then each run gets a copy."""
+        """Does the segment write into its inputs (in-place ops)? Then each run gets a copy. Found out on the probe."""
         self._writes = True
         args, kwargs = self._fresh(self.probe)
         versions = [t._version for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]

@@ -5,6 +5,7 @@ from typing import Any
 from ..errors import DataError, RecipeError
 from ..images.loaders import create_loader
 from ..images.model_labels import CALIBRATION, ModelLabels
+from ..values.valuation import CRITERIA
 
 PURPOSES = ("calibration", "recovery", "training", "evaluation")
 LABELS = {"auto": "auto", "data": "required", "model": "ignore"}  # of score.labels: labels of create_loader
@@ -17,9 +18,12 @@ def open_loader(job: Any, purpose: str, **changes) -> Any:
     names = ("image_column", "label_column", "subset", "root", "input_size", "num_workers")
     reading = {"seed": settings.seed, **{name: getattr(data, name) for name in names}}
     source, reading["split"] = data.source, data.train_split
-    if purpose == "calibration":
+    if purpose == "calibration" and CRITERIA.find(settings.score.criterion).curves is not None:
+        part = settings.score
+        reading |= {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size, "labels": "ignore"}
+    elif purpose == "calibration":
         return _labelled(job, source, {**reading, **changes})
-    if purpose == "recovery":
+    elif purpose == "recovery":
         part = settings.recover
         reading |= {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size, "labels": "ignore"}
     elif purpose == "training":

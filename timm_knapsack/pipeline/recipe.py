@@ -27,7 +27,7 @@ from ..models.model_source import ModelSource
 from ..pruning.budget import read_amounts
 from ..training.config import FinetuneConfig
 from ..training.distillation import DistillationConfig
-from ..values.criteria import CRITERIA
+from ..values.valuation import CRITERIA
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class DataPart:
 class ScorePart:
     """How channels are valued. ``labels``: data, model for images without, or auto for what there is."""
 
-    criterion: str = "abs"
-    images: int | None = 8192
+    criterion: str = "curves"
+    images: int | None = 1024
     batch_size: int = 64
     per_sample: bool = False
     labels: str = "data"
@@ -118,7 +118,7 @@ class Settings:
 
     Example:
         >>> Settings(model=ModelPart("resnet18", pretrained=False)).score.criterion
-        'abs'
+        'curves'
     """
 
     model: ModelPart
@@ -146,7 +146,7 @@ class Recipe(Settings):
         >>> recipe = Recipe.from_dict({"name": "half", "model": {"name": "resnet18"}, "budget": {"macs": 0.5},
         ...     "data": {"source": "images"}})
         >>> recipe.budget["macs"], recipe.score.criterion
-        (0.5, 'abs')
+        (0.5, 'curves')
     """
 
     name: str

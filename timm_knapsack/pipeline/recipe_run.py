@@ -23,7 +23,7 @@ from ..models.model_source import ModelSource
 from ..reports.run_record import RunRecord
 from ..training.config import FinetuneConfig
 from ..training.evaluation import start_accelerator
-from ..values.scores import Scores
+from ..values.valuation import load_values
 from ..version import __version__
 from .progress import say as say_on_stderr
 from .recipe import Recipe, finetune_config
@@ -274,7 +274,7 @@ def _read(name: str, stage: str, job: DiskJob) -> Any:
     if name == "table":
         return LatencyTable.load(folder / FILES[name])
     if name == "scores":
-        return Scores.load(folder / FILES[name], job["groups"])
+        return load_values(folder / FILES[name], job["groups"])
     if name == "student":
         path = folder / FILES[name]
         return Student(ModelSource(str(path)).load().to(job.device), RunRecord.load(path), STATES[stage])

@@ -12,7 +12,7 @@ things run, and what has been made so far, each under a name:
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import KnapsackError
 from ..models.model_source import ModelSource
+from ..pruning.result import LossLine
 from ..reports.run_record import RunRecord
 from ..training.config import FinetuneConfig
 from .loaders import open_loader
@@ -82,6 +83,13 @@ class Student:
         model = self.model if model is None else model
         result = None if self.result is None else replace(self.result, model=model)
         return replace(self, model=model, what=what, result=result, notes=self.notes + ((note,) if note else ()))
+
+    def measured(self, loss: LossLine) -> "Student":
+        """The student, with what it has lost in its report and its record."""
+        self.record.pruning["loss"] = asdict(loss)
+        if self.result is None:
+            return self
+        return replace(self, result=replace(self.result, report=replace(self.result.report, loss=loss)))
 
     @property
     def savable(self) -> Any:

@@ -21,17 +21,16 @@ from ..costs.latency.table import LatencyTable
 from ..errors import KnapsackError, TrainingError
 from ..human_numbers import human
 from ..pruning.budget import Budget
-from ..pruning.prune import prune
+from ..pruning.choose import sweep
 from ..recovery.closed_form import recover_layers
 from ..reports.page import write_report
 from ..reports.run_record import RunRecord
 from ..slim.tensor_files import write_tensors
 from ..training.evaluation import evaluate
 from ..training.finetuning import finetune
-from ..values.criteria import CRITERIA
-from ..values.gradient_pass import taylor_scores
-from ..values.scores import Scores
+from ..values.valuation import CRITERIA, load_values, value_channels
 from .loaders import PURPOSES, count_images
+from .measured_loss import collapse_warning, measure_loss
 from .recipe import finetune_config
 from .saving import save_run
 from .stage import Job, Stage, Student, run_stages
@@ -84,17 +83,23 @@ def _latency(job: Job) -> str:
 
 def _score(job: Job) -> str:
     part = job.settings.score
-    job.made["scores"] = scores = taylor_scores(
-        job["base"], job["groups"], job.get("calibration"), part.criterion, job.accelerator,
-        per_sample=part.per_sample, data=job.data_name, seed=job.settings.seed,
-    )  # fmt: skip
-    return f"{scores.samples or 'no'} images, criterion {part.criterion}"
+    options = {"data": job.data_name, "per_sample": part.per_sample}
+    if CRITERIA.find(part.criterion).curves is None:
+        options["seed"] = job.settings.seed
+    job.made["scores"] = scores = value_channels(
+        job["base"], job["groups"], job.get("calibration"), part.criterion, job.accelerator, **options
+    )
+    return _origin(scores)
 
 
 def _read_scores(job: Job) -> str:
     path = job.options["scores"]
-    job.made["scores"] = scores = Scores.load(path, job["groups"])
-    return f"{path}: {scores.samples or 'no'} images, criterion {scores.criterion}"
+    job.made["scores"] = scores = load_values(path, job["groups"])
+    return f"{path}: {_origin(scores)}"
+
+
+def _origin(values: Any) -> str:
+    return f"{values.about.get('samples') or 'no'} images, criterion {values.about.get('criterion')}"
 
 
 # ---- the slim network ---------------------------------------------------------------------------------------------
@@ -104,10 +109,8 @@ def _prune(job: Job) -> str:
     budget = job.settings.budget
     if not isinstance(budget, Budget):
         budget = Budget(**budget, table=job.get("table"))
-    result = prune(
-        job["base"], scores=job["scores"], budget=budget, groups=job["groups"], base_args=job.source.base_args,
-        **asdict(job.settings.prune),
-    )  # fmt: skip
+    options = {"groups": job["groups"], "base_args": job.source.base_args, **asdict(job.settings.prune)}
+    result = sweep(job["base"], job["scores"], [budget], **options)[0]
     job.made["student"] = Student(result.model, RunRecord.of_pruning(result, job.source.to_dict()), result=result)
     figures = []
     for line in result.report.costs:
@@ -123,8 +126,13 @@ def _recover(job: Job) -> str:
     student, loader, images = job["student"], job["recovery"], job.settings.recover.images
     fits = recover_layers(student.model, job["base"], loader, kept=student.kept, images=images)
     count = min(count_images(loader) or images, images)
-    job.made["student"] = student.then("recovered", note=f"recovered in closed form with {count} images")
-    return f"{count} images, {sum(not fit.skipped for fit in fits)} layers"
+    loss = measure_loss(student.model, job["base"], loader, recovered=True)
+    pruning = student.record.pruning
+    if warning := collapse_warning(job.source.name, loss, pruning.get("group_losses") or {}):
+        job.say(f"warning: {warning}")
+    student = student.then("recovered", note=f"recovered in closed form with {count} images")
+    job.made["student"] = student.measured(loss)
+    return f"{count} images, {sum(not fit.skipped for fit in fits)} layers, {loss}"
 
 
 def _finetune(job: Job) -> str:

@@ -33,6 +33,41 @@ class LayerLine:
 
 
 @dataclass(frozen=True)
+class LossLine:
+    """What the network lost, measured on images after the cut (and after recovery, where there was one).
+
+    Attributes:
+        kind: "KL divergence" from the original's outputs in nats, or "squared error" where there are no class scores.
+        images: that it was measured on; they were used for recovery too, so the figures are a little too good.
+        recovered: whether the network was refitted before.
+        agreement: share of the images on which original and slim network see the same class.
+        top1_before, top1_after: accuracy in percent, where the images have labels.
+    """
+
+    kind: str
+    measured: float
+    images: int
+    recovered: bool
+    agreement: float | None = None
+    top1_before: float | None = None
+    top1_after: float | None = None
+
+    @property
+    def collapsed(self) -> bool:
+        """More than half of what the original sees is gone."""
+        if self.top1_before is not None:
+            return self.top1_after < 0.5 * self.top1_before
+        return self.agreement < 0.5 if self.agreement is not None else self.measured > 0.5
+
+    def __str__(self):
+        if self.top1_before is not None:
+            return f"top-1 {self.top1_before:.1f} → {self.top1_after:.1f} % on the {self.images} images given"
+        if self.agreement is not None:
+            return f"the same class as the original on {self.agreement:.1%} of the {self.images} images given"
+        return f"{self.kind} {self.measured:.4g} on the {self.images} images given"
+
+
+@dataclass(frozen=True)
 class PruneReport:
     """What was asked for, what came out, and how good the choice is."""
 
@@ -40,13 +75,16 @@ class PruneReport:
     input_size: tuple[int, ...]
     costs: tuple[CostLine, ...]
     layers: tuple[LayerLine, ...]
-    value: float  # importance kept
+    value: float  # importance kept; with value curves, minus the predicted loss
     total_value: float  # importance of the whole network
     upper_bound: float  # what the knapsack could have kept at most, at the final widths' costs
     rounds: int
     seconds: float
     corrections: int = 0  # times that a network was measured, missed the budget, and was solved for again
     layer_costs: dict[str, tuple[LayerCost, ...]] = field(default_factory=dict)  # {cost: layer by layer} where it tells
+    predicted_loss: float | None = None  # sum of the groups' losses at the chosen widths, with value curves
+    group_losses: dict[str, float] = field(default_factory=dict)  # the same, group by group, the largest first
+    loss: LossLine | None = None  # what was lost in fact, where images were given
     scores: dict[str, Any] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -67,8 +105,19 @@ class PruneReport:
             if c.measured is not None:
                 left = c.measured / c.original_measured
                 rows.append(f"{'  measured':<10}{c.original_measured:>14.6g}{'':>14}{c.measured:>14.6g}{left:>9.1%}")
-        rows.append(f"importance kept: {self.value / self.total_value if self.total_value else 1:.2%}")
+        rows.append(self.outcome)
         return "\n".join(rows)
+
+    @property
+    def outcome(self) -> str:
+        """What the network lost, in one line."""
+        if self.loss is not None:
+            predicted = "" if self.predicted_loss is None else f" ({self.predicted_loss:.3g} predicted group by group)"
+            how = "recovered" if self.loss.recovered else "not recovered"
+            return f"{how}: {self.loss}; {self.loss.kind} {self.loss.measured:.3g}{predicted}"
+        if self.predicted_loss is not None:
+            return f"predicted loss, group by group: {self.predicted_loss:.3g}; not measured, not recovered"
+        return f"importance kept: {self.value / self.total_value if self.total_value else 1:.2%}"
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ finished return what they returned before, so that each further layer of a segme
 """
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from ..errors import KnapsackError
 from ..maps.batches import image_batches
@@ -26,11 +28,13 @@ from ..maps.walk import Reached, Segment, Walk, find_segments, hooked, standing_
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
 from .finished_layers import FinishedLayers
+from .rectified import BOUNDS, Rectifier
 from .ridge import RidgeSums
 
 log = logging.getLogger(__name__)
 
 POSITIONS = 60_000  # positions of the maps that a layer is fitted on, at most
+ROUNDS = 2  # of fitting again, where an activation makes the targets one-sided
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,8 @@ class _Recovery:
             x, y, copied = seen[name]
             skipped = self._no_closed_form(name, x, copied)
             gain = None if skipped or tap is None else self._gain(name, tap, copied)
-            plans.append(_Plan(name, skipped, gain, y._version != versions[name]))
+            rectifier = None if skipped else self._rectifier(name, tap, gain)
+            plans.append(_Plan(name, skipped, gain, rectifier, y._version != versions[name]))
         return _one_to_the_sum(plans, self.ours.modules)
 
     def _no_closed_form(self, name: str, x: Tensor, y: Tensor) -> str:
@@ -235,19 +240,34 @@ class _Recovery:
         name, layer = plan.name, self.ours.modules[plan.name]
         norm = self.execution.norm_after.get(name)
         sums = RidgeSums(layer)
+        seen: list[tuple[Tensor, Tensor, Tensor | float]] = []  # kept where the fit is made again
         for batch, (at, target) in enumerate(targets):
+            base: Tensor | float = 0.0
             if plan.gain is None:
                 x = finished.input_of(name, batch)
             else:
                 x, base = finished.input_and_sum(name, batch, tap)
-                target = (target - outputs(layer, base, at).float()) * plan.gain.reshape(target.shape[0], 1, -1)
+                base = outputs(layer, base, at).float()
+                target = (target - base) * plan.gain.reshape(target.shape[0], 1, -1)
             if layer.bias is not None:
                 target = target - layer.bias.reshape(target.shape[0], 1, -1).float()
-            sums.add(patches(layer, x, at).float(), target)
+            x = patches(layer, x, at).float()
+            sums.add(x, target)
+            if plan.rectifier is not None:
+                seen.append((x, target, base))
             targets[batch] = None
         sums.reduce(self._add_up)
         fixed = None if plan.gain is None else plan.gain == 0
-        fit = sums.fit(self.ridge, layer.bias is not None or norm is not None, fixed)
+        shifts = layer.bias is not None or norm is not None
+        fit = sums.fit(self.ridge, shifts, fixed)
+        for _ in range(ROUNDS if seen else 0):
+            weight = fit.flat.float()
+            sums.forget_targets()
+            for x, target, base in seen:
+                made = x @ weight + fit.shift.float().reshape(weight.shape[0], 1, -1)
+                sums.add_targets(x, plan.rectifier.target(target, made, base))
+            sums.reduce_targets(self._add_up)
+            fit = sums.fit(fit.ridge, shifts, fixed)
         if not torch.isfinite(fit.weight).all():
             return LayerFit(name, "layer", fit.error_before, fit.error_before, "the fit is not finite")
         layer.weight.copy_(fit.weight)
@@ -257,6 +277,63 @@ class _Recovery:
             mean = self.ours.modules[norm].running_mean
             mean.sub_(fit.shift.to(mean.dtype))
         return LayerFit(name, "layer" if plan.gain is None else "block", fit.error_before, fit.error_after)
+
+    def _rectifier(self, name: str, tap: Tap | None, gain: Tensor | None) -> Rectifier | None:
+        """Bounds beyond which the activation behind the layer cuts values off; found by moving them on the probe."""
+        walk, layer = self.ours, self.ours.modules[name]
+        groups = 1 if isinstance(layer, nn.Linear) else layer.groups
+        bias = torch.zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias.float().cpu()
+        norm = self.execution.norm_after.get(name)
+        if gain is not None:
+            if tap.side != "input":
+                return None
+            slope = torch.where(gain == 0, torch.zeros_like(gain), 1 / gain.where(gain != 0, torch.ones_like(gain)))
+            offset = slope * bias.to(slope)
+            place, side = walk.modules[tap.module], "input"
+        else:
+            slope, offset = torch.ones_like(bias), bias
+            if norm is not None:
+                batch_norm = walk.modules[norm]
+                scale = batch_norm.weight if batch_norm.weight is not None else torch.ones_like(batch_norm.running_var)
+                shift = batch_norm.bias if batch_norm.bias is not None else torch.zeros_like(batch_norm.running_var)
+                slope = (scale / (batch_norm.running_var + batch_norm.eps).sqrt()).float().cpu()
+                offset = shift.float().cpu() + slope * (bias - batch_norm.running_mean.float().cpu())
+            place, side = layer, "output"
+        plain = walk.run(walk.probe)
+        bounds = []
+        for bound, sign in zip(BOUNDS, (-1, 1), strict=True):
+            moved = self._with_moved(place, side, slope, offset if gain is None else None, bias, bound, sign)
+            bounds.append(bound if moved is not None and _same(plain, moved) else sign * math.inf)
+        if math.isinf(bounds[0]) and math.isinf(bounds[1]):
+            return None
+        shape = groups, 1, -1
+        device = layer.weight.device
+        return Rectifier(slope.reshape(shape).to(device), offset.reshape(shape).to(device), *bounds)
+
+    def _with_moved(self, place, side, slope, offset, bias, bound, sign) -> Any:
+        """The segment's output on the probe with all values beyond a bound moved farther; None if there are none."""
+        moved_any = []
+
+        def move(y: Tensor) -> Tensor:
+            if offset is None:
+                z, step = y, torch.ones((), device=y.device)
+            else:
+                shape = [1, -1] + [1] * (y.dim() - 2) if isinstance(place, nn.Conv2d) else [-1]
+                a, c = slope.to(y.device).reshape(shape), (offset - slope * bias).to(y.device).reshape(shape)
+                z, step = a * y + c, torch.where(a.abs() > 1e-12, 1 / a.where(a.abs() > 1e-12, torch.ones_like(a)), a)
+            beyond = z < bound if sign < 0 else z > bound
+            moved_any.append(bool(beyond.any()))
+            return y + beyond * (sign * step * z.abs().mean())
+
+        if side == "input":
+            handle = place.register_forward_pre_hook(lambda _, args: (move(args[0]), *args[1:]))
+        else:
+            handle = place.register_forward_hook(lambda _, args, output: move(output))
+        try:
+            output = self.ours.run(self.ours.probe)
+        finally:
+            handle.remove()
+        return output if any(moved_any) else None
 
     def _gain(self, name: str, tap: Tap, y: Tensor) -> Tensor | None:
         """1 ÷ how strongly each output channel enters the block's sum, or None where it does not enter it linearly.
@@ -289,6 +366,11 @@ class _Recovery:
         return torch.where(usable, 1 / factor.where(usable, torch.ones_like(factor)), torch.zeros_like(factor))
 
 
+def _same(a: Any, b: Any) -> bool:
+    pairs = zip(tree_flatten(a)[0], tree_flatten(b)[0], strict=True)
+    return all(torch.equal(x, y) for x, y in pairs if isinstance(x, Tensor))
+
+
 def _one_to_the_sum(plans: list["_Plan"], modules: Mapping[str, nn.Module]) -> list["_Plan"]:
     """Of several layers that add to the block's sum (a branch and a shortcut's conv), one is fitted to it, last of all.
 
@@ -298,7 +380,9 @@ def _one_to_the_sum(plans: list["_Plan"], modules: Mapping[str, nn.Module]) -> l
     if not ends:
         return plans
     last = max(ends, key=lambda plan: modules[plan.name].weight[0].numel())
-    others = [plan if plan.gain is None else replace(plan, gain=None) for plan in plans if plan is not last]
+    others = [
+        plan if plan.gain is None else replace(plan, gain=None, rectifier=None) for plan in plans if plan is not last
+    ]
     return [*others, last]
 
 
@@ -309,10 +393,12 @@ class _Plan:
     Attributes:
         skipped: why it can't be; empty where it can.
         gain: 1 ÷ its factors in the block's sum, where it ends a residual block.
+        rectifier: the bounds of the activation behind it.
         is_written: does something write into its output (an in-place activation)?
     """
 
     name: str
     skipped: str = ""
     gain: Tensor | None = field(default=None, compare=False)
+    rectifier: Rectifier | None = field(default=None, compare=False)
     is_written: bool = False

@@ -9,7 +9,7 @@ from ..maps.walk import Reached, Walk, hooked, kept_bytes, standing_in
 
 
 class FinishedLayers:
-    """Runs the current segment of a walk; an added layer returns its earlier output for a batch, as far as there is room.
+    """Runs the current segment of a walk; an added layer returns its earlier output for a batch, if there is room.
 
     So fitting the layers of a segment one after another runs each of them once.
     """

@@ -20,6 +20,7 @@ class Fit:
 
     Attributes:
         weight: in the layer's own shape.
+        flat: the same as [groups, inputs, outputs], float64.
         shift: one number for each output channel, to be added to the layer's output.
         error_before: share of the target's variance that is missed with the weights as they were.
         error_after: the same with the new weights.
@@ -27,6 +28,7 @@ class Fit:
     """
 
     weight: Tensor
+    flat: Tensor
     shift: Tensor
     error_before: float
     error_after: float
@@ -51,6 +53,24 @@ class RidgeSums:
         middle = (x.shape[1] + 1) // 2
         for half, part in zip(self.halves, (slice(None, middle), slice(middle, None)), strict=True):
             half.add(x[:, part], target[:, part])
+
+    def forget_targets(self) -> None:
+        """Start again with other targets for the same inputs, given in the same order to `add_targets`."""
+        for half in self.halves:
+            half.cross.zero_()
+            half.target_sum.zero_()
+            half.target_square.zero_()
+
+    def add_targets(self, x: Tensor, target: Tensor) -> None:
+        middle = (x.shape[1] + 1) // 2
+        for half, part in zip(self.halves, (slice(None, middle), slice(middle, None)), strict=True):
+            half.add_target(x[:, part], target[:, part])
+
+    def reduce_targets(self, add_up: Callable[[Tensor], Tensor]) -> None:
+        """As `reduce`, after `add_targets`."""
+        for half in self.halves:
+            for name in ("cross", "target_sum", "target_square"):
+                setattr(half, name, add_up(getattr(half, name)))
 
     def reduce(self, add_up: Callable[[Tensor], Tensor]) -> None:
         """Add up what several processes have seen; ``add_up`` returns the sum of a tensor over all of them."""
@@ -82,7 +102,9 @@ class RidgeSums:
         total = max(whole.target_variance, 1e-30)
         error = max(whole.residual + whole.gain(change), 0.0)
         before = whole.residual + (whole.mean_residual.square().sum().item() if shifts else 0.0)
-        return Fit(weight.to(self.layer.weight.dtype), shift.reshape(-1), before / total, error / total, ridge)
+        flat = self.now + change
+        dtype = self.layer.weight.dtype
+        return Fit(weight.to(dtype), flat, shift.reshape(-1), before / total, error / total, ridge)
 
     def _best_penalty(self, shifts: bool) -> float:
         if not self.halves[0].count or not self.halves[1].count:
@@ -117,8 +139,11 @@ class _Sums:
     def add(self, x: Tensor, target: Tensor) -> None:
         self.count += x.shape[1]
         self.gram += x.transpose(1, 2) @ x
-        self.cross += x.transpose(1, 2) @ target
         self.input_sum += x.sum(1)
+        self.add_target(x, target)
+
+    def add_target(self, x: Tensor, target: Tensor) -> None:
+        self.cross += x.transpose(1, 2) @ target
         self.target_sum += target.sum(1)
         self.target_square += target.square().sum()
 

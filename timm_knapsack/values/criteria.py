@@ -11,6 +11,7 @@ A group's value is the sum over the convs and linears that make its channels.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,8 @@ class Criterion:
         pieces: which weights count: ``pieces(model, groups) -> [Piece]``; `filters` or `norms`, or your own.
         reduction: applied to each of these sums, before those of different pieces are added and averaged over the data.
         compute: instead of ``measure``: ``compute(model, groups, loader, seed) -> {group name: values}``.
+        curves: instead of both: ``curves(model, groups, loader, accelerator=…, data=…, progress=…)`` gives
+            `GroupValues` that say what whole widths are worth, as `value_curves` does.
 
     Example:
         >>> squares = Criterion("squares", "E_x Σ (w·∂L/∂w)²", measure=lambda w, gradient: (w * gradient) ** 2)
@@ -95,10 +98,11 @@ class Criterion:
     pieces: Callable[[nn.Module, ChannelGroups], list[Piece]] = filters
     reduction: Callable[[Tensor], Tensor] = torch.abs
     compute: Callable[..., Mapping[str, Tensor]] | None = None
+    curves: Callable[..., Any] | None = None
 
     def __post_init__(self):
-        if (self.measure is None) == (self.compute is None):
-            raise ScoreError(f"criterion {self.name!r}: give one of measure and compute")
+        if sum(way is not None for way in (self.measure, self.compute, self.curves)) != 1:
+            raise ScoreError(f"criterion {self.name!r}: give one of measure, compute and curves")
         if self.measure is not None and self.needs_gradients != self.needs_data:
             raise ScoreError(
                 f"criterion {self.name!r}: a measure needs data for its gradients, or neither; for data without "

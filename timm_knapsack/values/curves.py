@@ -98,6 +98,10 @@ class ValueCurves(dict, GroupValues):
         return f"ValueCurves({len(self)} groups of {self.model or 'a model'}, {self.samples} images)"
 
     @property
+    def is_loss(self) -> bool:
+        return True
+
+    @property
     def about(self) -> Mapping[str, Any]:
         return {"criterion": "curves", "data": self.data, "samples": self.samples}
 

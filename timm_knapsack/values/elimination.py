@@ -1,6 +1,6 @@
 """Backward elimination in closed form: in which order a group's units go, and what each step costs after refitting.
 
-With G the mean of x xᵀ over what a consumer sees, W its weights and H = (G + λI)⁻¹, taking the rows S of a unit away and
+With G the mean of x xᵀ over what a consumer sees, W its weights and H = (G + λI)⁻¹, taking a unit's rows S away and
 refitting the rest raises the squared error of the consumer's output by tr(W_Sᵀ (H_SS)⁻¹ W_S); H and W then get a rank-k
 update (Optimal Brain Surgeon, in blocks). The cheapest units go first, a few percent of those left at once, since a
 product with many columns is much faster than many products with one. A group with several consumers adds their costs.

@@ -57,6 +57,8 @@ def taylor_scores(
         torch.Size([16])
     """
     rule = CRITERIA.find(criterion)
+    if rule.curves is not None:
+        raise ScoreError(f"criterion {criterion!r} gives no score for single channels: use value_curves")
     about = {"criterion": criterion, "model": model_name(model), "data": data}
     if rule.needs_data and loader is None:
         raise ScoreError(f"criterion {criterion!r} needs data: pass a loader of (images, labels) batches")

@@ -56,6 +56,11 @@ class GroupValues(ABC):
         """What a group offers; its last count is all of its units."""
 
     @property
+    def is_loss(self) -> bool:
+        """Are the values minus what the network loses, which add up to the loss of a choice?"""
+        return False
+
+    @property
     def about(self) -> Mapping[str, Any]:
         """Where the values come from, as plain data for reports."""
         return {}

@@ -7,7 +7,8 @@
    from the segment on where the group begins.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +30,9 @@ from .consumers import GramSums, Reader, choose_penalty, collect_grams, readers_
 from .curves import GroupCurve, ValueCurves
 from .elimination import Consumer, Elimination, eliminate
 
-WIDTHS = (0.75, 0.5, 0.25, 0.1)  # of a group's units, at which the loss is measured
+WIDTHS = (0.75, 0.45, 0.2)  # of a group's units, at which the loss is measured
 HELD_OUT = 4  # one in so many images is held out
-MOST_HELD_OUT = 256
+MOST_HELD_OUT = 128
 
 
 def value_curves(
@@ -78,7 +79,7 @@ def value_curves(
 
 
 def _split(batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Images to fit on and images to measure on: every fourth is held out, at most 256."""
+    """Images to fit on and images to measure on: every fourth is held out, at most 128."""
     size = max(map(len, batches))
     images = torch.cat(list(batches))
     every = max(HELD_OUT if len(images) >= HELD_OUT else 2, -(-len(images) // MOST_HELD_OUT))
@@ -276,7 +277,7 @@ class _Measuring:
         return slim
 
     def _rescale(self, slim: nn.Module, group: ChannelGroup, cut: _Cut) -> None:
-        """A norm over fewer channels gives larger values: scale the readers' weights, one after another, as they run."""
+        """A norm over fewer channels gives larger values: scale the readers' weights, one by one, as they run."""
         modules, inputs = dict(slim.named_modules()), {}
         readers = {reader.layer: reader for reader in cut.readers if not reader.why_not}
         kept = cut.elimination.kept(next(iter(modules[n].weight.shape[1] for n in readers), group.size))
@@ -336,8 +337,6 @@ class _Bar:
 
 @contextmanager
 def _bar(wanted: bool | None) -> Iterator[_Bar]:
-    import sys
-
     if not (sys.stderr.isatty() if wanted is None else wanted):
         yield _Bar()
         return

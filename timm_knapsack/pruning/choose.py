@@ -1,87 +1,28 @@
-"""prune(): scores and a budget in, a smaller ordinary model out."""
+"""The choice: values and a budget in, the model cut to the best widths that fit out. Nothing is refitted here."""
 
-import difflib
-import inspect
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..channels.find_groups import find_channel_groups
 from ..costs.cost import Candidate, Cost
 from ..costs.kinds import COSTS
-from ..errors import BudgetError, KnapsackError
+from ..errors import BudgetError
 from ..slim.channel_config import ChannelConfig, model_name
 from ..slim.channel_groups import ChannelGroups
 from ..slim.cutting import channel_config_of, kept_indices, kept_outputs, slice_model
 from ..slim.kept_channels import composed
-from ..values.gradient_pass import taylor_scores
 from ..values.group_values import GroupValues, Ladder
 from ..values.scores import Scores
 from .budget import Budget
 from .limits import Limits
 from .result import CostLine, LayerLine, PruneReport, PruneResult
 from .width_search import ladder, search_widths
-
-
-def prune(
-    model: nn.Module,
-    loader: Iterable | None = None,
-    *,
-    scores: GroupValues | Mapping[str, Tensor] | None = None,
-    budget: Budget,
-    round_to: int = 1,
-    min_keep: float = 1,
-    ignore: Sequence[str] = (),
-    bounds: Mapping[str, tuple[float, float]] | None = None,
-    groups: ChannelGroups | None = None,
-    example_inputs=None,
-    base_args: Mapping[str, Any] | None = None,
-    **scoring,
-) -> PruneResult:
-    """Prune a model to a budget; the model itself is left untouched.
-
-    Args:
-        loader: images and labels to score the channels with, unless ``scores`` are given.
-        scores: from `taylor_scores`; one scoring pass serves any number of budgets.
-        budget: ``Budget(macs=0.5)``.
-        round_to: keep multiples of this many channels, as some hardware likes.
-        min_keep: least number of units to keep in each group, or a fraction below 1 of its size.
-        ignore: patterns (``"layer4.*"``) of groups or layers to leave alone; ``":streams"`` stands for all residual
-            streams, which are worth their MACs mostly where fine-tuning follows.
-        bounds: ``{pattern: (least, most)}`` for single groups, as counts or fractions.
-        groups: from `find_channel_groups`, to save tracing again.
-        base_args: arguments of ``timm.create_model`` that the model was made with (``img_size=…``), for the config.
-        scoring: passed to `taylor_scores`: ``criterion="sum"``.
-
-    Example:
-        >>> result = prune(model, loader, budget=Budget(macs=0.5))
-        >>> print(result.report)
-        cost            original         asked       counted     left
-        macs         ...
-        >>> smaller = result.model
-    """
-    if not isinstance(budget, Budget):
-        raise BudgetError(f"budget must be a Budget, such as Budget(macs=0.5), got {budget!r}")
-    _check_scoring(scoring, scores)
-    if groups is None:
-        groups = find_channel_groups(model, example_inputs)
-    if scores is None:
-        scores = taylor_scores(model, groups, loader, **scoring)
-    return sweep(
-        model,
-        scores,
-        [budget],
-        round_to=round_to,
-        min_keep=min_keep,
-        ignore=ignore,
-        bounds=bounds,
-        groups=groups,
-        base_args=base_args,
-    )[0]
 
 
 def sweep(
@@ -96,13 +37,26 @@ def sweep(
     groups: ChannelGroups | None = None,
     base_args: Mapping[str, Any] | None = None,
 ) -> list[PruneResult]:
-    """A whole family of pruned models from one scoring pass: one result for each budget.
+    """A whole family of pruned models from one set of values: one result for each budget. Nothing is refitted.
+
+    Args:
+        scores: from `value_curves` or `taylor_scores`; one pass over the images serves any number of budgets.
+        budgets: ``[Budget(macs=0.5)]``.
+        round_to: keep multiples of this many channels, as some hardware likes.
+        min_keep: least number of units to keep in each group, or a fraction below 1 of its size.
+        ignore: patterns (``"layer4.*"``) of groups or layers to leave alone; ``":streams"`` for all residual streams.
+        bounds: ``{pattern: (least, most)}`` for single groups, as counts or fractions.
+        groups: from `find_channel_groups`, to save tracing again.
+        base_args: arguments of ``timm.create_model`` that the model was made with (``img_size=…``), for the config.
 
     Example:
         >>> results = sweep(model, scores, [Budget(macs=f) for f in (0.7, 0.5, 0.3)])
         >>> len(results)
         3
     """
+    for budget in budgets:
+        if not isinstance(budget, Budget):
+            raise BudgetError(f"budget must be a Budget, such as Budget(macs=0.5), got {budget!r}")
     if groups is None:
         groups = find_channel_groups(model)
     values = (scores if isinstance(scores, GroupValues) else Scores(scores)).checked(groups)
@@ -112,19 +66,6 @@ def sweep(
     limits = Limits(groups, round_to, min_keep, ignore, bounds or {})
     ladders = [values.ladder(group) for group in groups]
     return [_prune_once(model, groups, values, ladders, limits, budget, base_args) for budget in budgets]
-
-
-def _check_scoring(scoring: Mapping[str, Any], scores: Any) -> None:
-    """A keyword that neither `prune` nor `taylor_scores` has is a slip, and one without effect is said."""
-    own = list(inspect.signature(prune).parameters)[:-1]
-    passed_on = [name for name in inspect.signature(taylor_scores).parameters if name not in ("model", *own)]
-    for name in scoring:
-        if name not in passed_on:
-            near = difflib.get_close_matches(name, [*own, *passed_on], n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join([*own, *passed_on])}"
-            raise KnapsackError(f"prune has no argument {name!r}; {hint}")
-        if scores is not None:
-            raise KnapsackError(f"{name}={scoring[name]!r} is for scoring, and scores are given; leave one of them out")
 
 
 def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits, budget, base_args) -> PruneResult:
@@ -174,10 +115,21 @@ def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits
         layer_costs={name: lines for name, lines in layers.items() if lines},
         seconds=time.perf_counter() - start,
         scores=dict(values.about),
+        predicted_loss=-solution.value if values.is_loss else None,
+        group_losses=_group_losses(groups, offered, found.counts) if values.is_loss else {},
         frozen=dict(groups.frozen),
         options={**limits.options, "budget": dict(budget.asked)},
     )
     return PruneResult(slim, keep, config, report, kept_outputs(groups, keep))
+
+
+def _group_losses(groups: ChannelGroups, ladders: Sequence[Ladder], counts: Sequence[int]) -> dict[str, float]:
+    """What each group loses at the chosen widths, the most first."""
+    losses = {
+        group.name: float(-rung.value[np.searchsorted(rung.counts, count)])
+        for group, rung, count in zip(groups, ladders, counts, strict=True)
+    }
+    return dict(sorted(losses.items(), key=lambda item: -item[1]))
 
 
 def _unreachable(model, groups, ladders, costs, limits) -> BudgetError:

@@ -1,0 +1,109 @@
+"""prune(): a model, images and a budget in; a smaller ordinary model out, refitted, and what it lost, measured."""
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..channels.find_groups import find_channel_groups
+from ..errors import BudgetError, KnapsackError
+from ..pruning.budget import Budget
+from ..pruning.choose import sweep
+from ..pruning.result import PruneResult
+from ..recovery.closed_form import recover_layers
+from ..slim.channel_groups import ChannelGroups
+from ..values.gradient_pass import taylor_scores
+from ..values.group_values import GroupValues
+from ..values.valuation import METHODS, value_channels
+from .measured_loss import collapse_warning, measure_loss
+
+
+def prune(
+    model: nn.Module,
+    loader: Iterable | None = None,
+    *,
+    scores: GroupValues | Mapping[str, Tensor] | None = None,
+    budget: Budget,
+    method: str | None = None,
+    recover: bool | None = None,
+    round_to: int = 1,
+    min_keep: float = 1,
+    ignore: Sequence[str] = (),
+    bounds: Mapping[str, tuple[float, float]] | None = None,
+    groups: ChannelGroups | None = None,
+    example_inputs=None,
+    base_args: Mapping[str, Any] | None = None,
+    **scoring,
+) -> PruneResult:
+    """Prune a model to a budget; the model itself is left untouched.
+
+    What each width of each group would cost the network is measured on the images (`value_curves`), the widths that
+    lose least within the budget are cut out, what is left is refitted in closed form (`recover`), and what was lost
+    is measured. A network that has collapsed is a warning with the way out.
+
+    Args:
+        loader: images, with labels or without; a few hundred do. Labels are used for the last measurement only.
+        budget: ``Budget(macs=0.5)``.
+        scores: from `value_curves` or `taylor_scores`, instead of measuring now; they serve any number of budgets.
+        method: "curves" (the default), or "paper" for the paper's: Taylor scores ("abs"), nothing refitted.
+        recover: refit what is left on the images; by default wherever images are given, except with the paper's method.
+        round_to: keep multiples of this many channels, as some hardware likes.
+        min_keep: least number of units to keep in each group, or a fraction below 1 of its size.
+        ignore: patterns (``"layer4.*"``) of groups or layers to leave alone; ``":streams"`` for all residual streams.
+        bounds: ``{pattern: (least, most)}`` for single groups, as counts or fractions.
+        groups: from `find_channel_groups`, to save tracing again.
+        base_args: arguments of ``timm.create_model`` that the model was made with (``img_size=…``), for the config.
+        scoring: ``criterion="sum"`` for values by another criterion, and arguments of `taylor_scores` with it.
+
+    Example:
+        >>> result = prune(model, loader, budget=Budget(macs=0.5))
+        >>> print(result.report)
+        cost            original         asked       counted     left
+        macs         ...
+        >>> smaller = result.model
+    """
+    if not isinstance(budget, Budget):
+        raise BudgetError(f"budget must be a Budget, such as Budget(macs=0.5), got {budget!r}")
+    _check_scoring(scoring, scores, method)
+    if recover and loader is None:
+        raise KnapsackError("recover=True needs images: prune(model, loader, …)")
+    if isinstance(loader, Iterator):
+        loader = list(loader)  # an iterator would be used up by the values
+    if groups is None:
+        groups = find_channel_groups(model, example_inputs)
+    if scores is None:
+        criterion = scoring.pop("criterion", None) or METHODS[method or "curves"]
+        scores = value_channels(model, groups, loader, criterion, **scoring)
+    options = {"round_to": round_to, "min_keep": min_keep, "ignore": ignore, "bounds": bounds}
+    result = sweep(model, scores, [budget], groups=groups, base_args=base_args, **options)[0]
+    if loader is None:
+        return result
+    recover = method != "paper" if recover is None else recover
+    if recover:
+        recover_layers(result.model, model, loader, kept=result.kept_channels)
+    report = replace(result.report, loss=measure_loss(result.model, model, loader, recovered=recover))
+    if warning := collapse_warning(report.model, report.loss, report.group_losses):
+        warnings.warn(warning, stacklevel=2)
+    return replace(result, report=report)
+
+
+def _check_scoring(scoring: Mapping[str, Any], scores: Any, method: str | None) -> None:
+    """A keyword that neither `prune` nor `taylor_scores` has is a slip, and one without effect is said."""
+    own = list(inspect.signature(prune).parameters)[:-1]
+    passed_on = [name for name in inspect.signature(taylor_scores).parameters if name not in ("model", *own)]
+    for name in scoring:
+        if name not in passed_on:
+            near = difflib.get_close_matches(name, [*own, *passed_on], n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join([*own, *passed_on])}"
+            raise KnapsackError(f"prune has no argument {name!r}; {hint}")
+        if scores is not None:
+            raise KnapsackError(f"{name}={scoring[name]!r} is for scoring, and scores are given; leave one of them out")
+    if method is not None and method not in METHODS:
+        raise KnapsackError(f"method={method!r} is none of {', '.join(METHODS)}")
+    if method is not None and (scores is not None or "criterion" in scoring):
+        given = "scores are" if scores is not None else "a criterion is"
+        raise KnapsackError(f"method={method!r} says how channels are valued, and {given} given; leave one of them out")
