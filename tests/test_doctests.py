@@ -60,7 +60,7 @@ def test_the_example_runs(name, names, monkeypatch):
 
 
 def test_examples_are_found_and_can_fail():
-    assert {"slim.cutting.slice_model", "pruning.prune.prune", "costs.latency.time_surface.Surface"} <= set(EXAMPLES)
+    assert {"slim.cutting.slice_model", "pipeline.prune.prune", "costs.latency.time_surface.Surface"} <= set(EXAMPLES)
     wrong = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
     assert doctest.DocTestRunner(optionflags=OPTIONS).run(wrong, out=lambda text: None).failed == 1
     skipped = [n for n, t in EXAMPLES.items() for e in t.examples if doctest.SKIP in e.options]

@@ -21,7 +21,7 @@ SMALL = {"name": "a", "model": {"name": "resnet18"}, "data": {"source": "images"
 
 
 def test_there_is_a_recipe_for_each_row_of_the_papers_tables():
-    names = [path.stem for path in RECIPES]
+    names = [path.stem for path in RECIPES if not path.stem.endswith("_curves")]
     rows = {
         "resnet18_": 2,
         "resnet50_": 3,
@@ -34,6 +34,16 @@ def test_there_is_a_recipe_for_each_row_of_the_papers_tables():
     for start, number in rows.items():
         assert sum(name.startswith(start) for name in names) == number, start
     assert len(names) == sum(rows.values())
+    assert len(RECIPES) == 2 * len(names)  # each has a twin with the curves
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if not p.stem.endswith("_curves")], ids=lambda path: path.stem)
+def test_a_row_keeps_the_papers_method_and_its_twin_differs_in_that_alone(path):
+    paper, twin = Recipe.load(path), Recipe.load(path.with_name(f"{path.stem}_curves.yaml"))
+    assert (paper.score.criterion, paper.recover.images) == ("abs", 0)
+    assert twin.score.criterion == "curves" and twin.recover.images > 0
+    for part in ("model", "data", "budget", "prune", "finetune", "paper", "seed"):
+        assert getattr(twin, part) == getattr(paper, part), part
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

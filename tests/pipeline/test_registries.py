@@ -96,9 +96,12 @@ def test_a_recipe(registered):
     (line,) = [line for line in dry_run(recipe)["costs"] if line["name"] == "energy"]
     assert line["counted"] <= line["asked"] == line["original"] / 2
     assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
-    for wrong, words in ({"budget": {"energi": 0.5}}, "did you mean 'energy'"), (
-        {"budget": {"macs": 0.5}, "score": {"criterion": "last"}},
-        "criterion 'last' is not known",
+    for wrong, words in (
+        ({"budget": {"energi": 0.5}}, "did you mean 'energy'"),
+        (
+            {"budget": {"macs": 0.5}, "score": {"criterion": "last"}},
+            "criterion 'last' is not known",
+        ),
     ):
         with pytest.raises(RecipeError, match=words):
             Recipe.from_dict({**data, **wrong})
@@ -127,7 +130,7 @@ def test_a_plugin_of_the_command_line(tmp_path):
         (lambda: tk.register_cost(tk.CostKind("table", "a", "b", make=print)), "can't be called 'table'"),
         (lambda: tk.register_cost(tk.CostKind("my cost", "a", "b", make=print)), "expected a name such as"),
         (lambda: tk.CostKind("c", "a", "b", make=print, always=True), "give a count"),
-        (lambda: tk.Criterion("c", ""), "give one of measure and compute"),
+        (lambda: tk.Criterion("c", ""), "give one of measure, compute and curves"),
         (lambda: tk.Criterion("c", "", needs_gradients=False, measure=print), "needs data for its gradients"),
     ],
 )

@@ -81,9 +81,11 @@ def test_the_prune_list_scores_prunes_recovers_and_saves(job):
     run_stages(stages(*table.PRUNE), job)
     assert [line.partition(":")[0] for line in lines] == list(table.PRUNE)  # one line for each stage
     assert re.fullmatch(r"data: 8 images for calibration, 6 images for recovery, [\d.]+ s", lines[1])
-    assert re.fullmatch(r"score: 8 images, criterion abs, [\d.]+ s", lines[3])
+    assert re.fullmatch(r"score: 8 images, criterion curves, [\d.]+ s", lines[3])
     assert re.fullmatch(r"prune: (4\d|50)\.\d % of 10\.\d M MACs \(asked 50 %\), [\d.]+ s", lines[4])
-    assert re.fullmatch(r"recover: 6 images, \d+ layers, [\d.]+ s", lines[5])
+    assert re.fullmatch(
+        r"recover: 6 images, \d+ layers, top-1 [\d.]+ → [\d.]+ % on the 6 images given, [\d.]+ s", lines[5]
+    )
     assert "training" not in job.made and "evaluation" not in job.made  # nobody takes them: not opened
     student = job["student"]
     assert student.what == "recovered" and student.record.base["name"] == "cifar_resnet20"

@@ -11,9 +11,11 @@ from torch.nn import functional as F
 
 import timm_knapsack as tk
 from timm_knapsack.errors import KnapsackError
-from timm_knapsack.maps.replay import Replay
-from timm_knapsack.recovery.closed_form import recover_layers, reestimate_batchnorm
-from timm_knapsack.recovery.ridge import RidgeSums, draw_positions, flat_weight, outputs, patches
+from timm_knapsack.maps.patches import outputs, patches
+from timm_knapsack.recovery.batchnorm import reestimate_batchnorm
+from timm_knapsack.recovery.closed_form import recover_layers
+from timm_knapsack.recovery.ridge import RidgeSums
+from timm_knapsack.slim.cutting import kept_outputs
 
 LAYERS = {
     "3x3": lambda: nn.Conv2d(6, 8, 3, padding=1),
@@ -32,34 +34,20 @@ def images(n=8, size=16, channels=3, seed=0):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_patches_times_weight_is_the_layer(kind):
-    torch.manual_seed(0)
-    layer = LAYERS[kind]()
-    x = torch.randn(2, 5, 12) if kind == "linear" else torch.randn(2, 6, 11, 12)
-    y = layer(x).detach()
-    at = draw_positions(layer, y, most=6, seed=0)
-    for positions in (None, at):
-        made = patches(layer, x, positions) @ flat_weight(layer)
-        if layer.bias is not None:
-            made = made + layer.bias.detach().reshape(made.shape[0], 1, -1)
-        assert torch.allclose(made, outputs(layer, y, positions), atol=1e-5)
-    assert len(at) == 3  # 6 positions over 2 images
-
-
-@pytest.mark.parametrize("kind", LAYERS)
 def test_the_fit_finds_the_weights_that_made_the_target(kind):
     torch.manual_seed(1)
     layer, truth = LAYERS[kind](), LAYERS[kind]()
     sums = RidgeSums(layer)
     for _ in range(3):
         x = torch.randn(16, 9, 12) if kind == "linear" else torch.randn(16, 6, 11, 12)
-        target, now = truth(x).detach(), layer(x).detach()
-        columns, now, target = patches(layer, x), outputs(layer, now), outputs(layer, target)
-        sums.add(columns, target - now, target)
-    fit = sums.fit(ridge=1e-9, intercept=layer.bias is not None)
+        target = outputs(layer, truth(x).detach())
+        if layer.bias is not None:
+            target = target - layer.bias.detach().reshape(target.shape[0], 1, -1)
+        sums.add(patches(layer, x), target)
+    fit = sums.fit(ridge=1e-9, shifts=layer.bias is not None)
     assert torch.allclose(fit.weight, truth.weight, atol=1e-4)
     if layer.bias is not None:
-        assert torch.allclose(layer.bias + fit.intercept.float(), truth.bias, atol=1e-4)
+        assert torch.allclose(layer.bias + fit.shift.float(), truth.bias, atol=1e-4)
     assert fit.error_after < 1e-5 < fit.error_before
 
 
@@ -69,9 +57,9 @@ def test_the_penalty_is_chosen_on_images_that_were_not_fitted():
     layer = nn.Linear(64, 3)
     sums = RidgeSums(layer)
     x, noise = torch.randn(1, 40, 64), torch.randn(1, 40, 3)
-    sums.add(x, noise, noise)
-    assert sums.fit(None, intercept=True).ridge >= 1.0
-    assert sums.fit(1e-6, intercept=True).error_after < 1e-3  # as fitted, it looks perfect
+    sums.add(x, x @ layer.weight.detach().T + noise)
+    assert sums.fit(None, shifts=True).ridge >= 1.0
+    assert sums.fit(1e-6, shifts=True).error_after < 1e-3  # as fitted, it looks perfect
 
 
 class Redundant(nn.Module):
@@ -157,8 +145,6 @@ def test_recovery_brings_a_pruned_model_nearer_to_its_teacher(name):
     inner = [g.name for g in groups if sum(s.role == "out" for s in g.slices) == 1]
     keep = {n: range(0, groups[n].size, 2) for n in inner}
     slim = tk.slice_model(model, groups, keep)
-    from timm_knapsack.pruning.prune import kept_outputs
-
     kept = kept_outputs(groups, groups.check_keep(keep))
     with torch.no_grad():
         before = (slim(x) - model(x)).square().mean()
@@ -208,8 +194,6 @@ def test_a_layer_without_a_closed_form_is_left_alone_and_named(caplog):
     groups = tk.find_channel_groups(net, torch.zeros(1, 3, 8, 8))
     keep = {g.name: range(0, g.size, 2) for g in groups}
     slim = tk.slice_model(net, groups, keep)
-    from timm_knapsack.pruning.prune import kept_outputs
-
     with caplog.at_level(logging.INFO):
         fits = recover_layers(slim, net, [images(8, 8)], kept=kept_outputs(groups, groups.check_keep(keep)))
     skipped = {fit.name: fit.skipped for fit in fits if fit.skipped}
@@ -228,84 +212,6 @@ def test_batchnorm_statistics_are_the_mean_over_the_images():
     variances = torch.stack([b.var((0, 2, 3)) for b in y]).mean(0)
     assert torch.allclose(net[1].running_var, variances, rtol=1e-4)
     assert not net[1].training and net[1].momentum == 0.1
-
-
-def test_playing_back_gives_what_a_full_run_gives():
-    net = redundant_net()
-    replay = Replay(net, [images(4), images(4, seed=3)])
-    last = net.blocks[2].conv2
-    full = [replay.run(b, last)["until"] for b in range(2)]
-    for module in (net.stem, net.blocks[0], net.blocks[1]):
-        replay.finish(module)
-    assert replay.reproduces and len(replay.finished) == 3
-    for b in range(2):
-        assert torch.allclose(replay.run(b, last)["until"], full[b], atol=1e-6)
-
-
-@pytest.mark.parametrize(("limit", "kept"), [(10**9, 0), (20_000, 1), (5_000, 2), (10, None)])
-def test_outputs_that_are_too_large_to_keep_are_made_again(limit, kept, monkeypatch):
-    monkeypatch.setattr("timm_knapsack.maps.replay.MAX_CACHE_BYTES", limit)
-    torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Conv2d(width, 8, 3, 2 if i else 1, 1) for i, width in enumerate((3, 8, 8, 8)))).eval()
-    batches = [images(4), images(4, seed=3)]  # the first conv gives 65 kB, the second 16, the third 4
-    replay = Replay(net, batches)
-    full = [net(batch) for batch in batches]
-    for position in range(3):
-        replay.finish(net[position])
-        assert bool(replay.cached) == (kept is not None and position >= kept)
-    assert replay.reproduces
-    for batch, expected in enumerate(full):
-        assert torch.allclose(replay.run(batch, net[3])["until"], expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("remembers", [False, True])
-def test_what_lies_between_finished_segments_sees_one_image_unless_the_net_remembers_how_many(remembers):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.between, self.b, self.c = nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
-
-        def forward(self, x):
-            count = len(x) if remembers else -1
-            x = self.b(self.between(self.a(x)))
-            return self.c(x.reshape(count, *x.shape[1:]))
-
-    torch.manual_seed(0)
-    net = Net().eval()
-    replay = Replay(net, [images(4), images(4, seed=3)])
-    full = [replay.run(b, net.c)["until"] for b in range(2)]
-    seen = []
-    net.between.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    for module in (net.a, net.b):
-        replay.finish(module)
-    assert replay.reproduces and replay.thin != remembers
-    for b in range(2):
-        assert torch.allclose(replay.run(b, net.c)["until"], full[b], atol=1e-6)
-        assert seen[-1] == (4 if remembers else 1)
-        few = replay.first(2).run(0, net.c)["until"]
-        assert torch.allclose(few, full[0][:2], atol=1e-6)
-
-
-def test_a_net_that_looks_back_is_not_played_back():
-    class Dense(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(8, 4, 1)
-
-        def forward(self, x):
-            a = self.a(x)
-            b = self.b(a)
-            return self.c(torch.cat([a, b], 1))
-
-    torch.manual_seed(0)
-    net = Dense().eval()
-    replay = Replay(net, [images(4)])
-    full = replay.run(0, net.c)["until"]
-    replay.finish(net.a)
-    assert replay.reproduces
-    replay.finish(net.b)  # from here on, a's output would be a placeholder
-    assert not replay.reproduces
-    assert torch.allclose(replay.run(0, net.c)["until"], full)
 
 
 def test_kind_errors():

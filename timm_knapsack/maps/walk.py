@@ -245,7 +245,7 @@ class Walk:
             self._inputs = [self._capture(number) for number in range(len(self.batches))]
             self._look_for_writes()
             return
-        probe = self._handed_over(self.probe, outputs[-1])
+        probe = self._handed_over(self.probe, _copied(outputs[-1]))  # in-place ops may follow, and it is needed again
         if _bytes_of(probe) / len(self.batches[-1]) * self._images > self._limit:
             self._base, self._inputs = earlier
             outputs.clear()
@@ -321,10 +321,22 @@ class Walk:
                     played = self.model(self.batches[self.probe][:count])
             except (RuntimeError, IndexError, ValueError, TypeError):  # shapes that do not fit
                 continue
-            pairs = zip(tree_flatten(plain)[0], tree_flatten(played)[0], strict=True)
-            if all(_close(a, b) for a, b in pairs if isinstance(a, Tensor)):
+            if _all_close(plain, played) and self._rest_works(output, plain, count):
                 return True
         return False
+
+    def _rest_works(self, output: Any, plain: Any, count: int) -> bool:
+        """The same with nothing but placeholders before the current segment: a shortcut around it would be lost."""
+        args, kwargs = self._handed_over(self.probe, _copied(output))
+        before = self.segments[: self.position]
+        forwards = {self.modules[s.name]: _returns_zeros(self._shapes[s.name], count) for s in before}
+        forward = self.module.forward
+        forwards[self.module] = lambda *_, **__: forward(*args, **kwargs)
+        try:
+            with torch.no_grad(), standing_in(forwards):
+                return _all_close(plain, self.model(self.batches[self.probe][:count]))
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            return False
 
     def _look_for_writes(self) -> None:
         """Does the segment write into its inputs (in-place ops)? Then each run gets a copy. Found out on the probe."""
@@ -338,6 +350,11 @@ class Walk:
 
     def _fresh(self, batch: int) -> Any:
         return _copied(self._inputs[batch]) if self._writes else self._inputs[batch]
+
+
+def _all_close(a: Any, b: Any) -> bool:
+    pairs = zip(tree_flatten(a)[0], tree_flatten(b)[0], strict=True)
+    return all(_close(x, y) for x, y in pairs if isinstance(x, Tensor))
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -101,7 +101,7 @@ class RidgeSums:
         weight = (self.now + change).transpose(1, 2).reshape(self.layer.weight.shape)
         total = max(whole.target_variance, 1e-30)
         error = max(whole.residual + whole.gain(change), 0.0)
-        before = whole.residual + (whole.mean_residual.square().sum().item() if shifts else 0.0)
+        before = max(whole.residual + (whole.mean_residual.square().sum().item() if shifts else 0.0), 0.0)
         flat = self.now + change
         dtype = self.layer.weight.dtype
         return Fit(weight.to(dtype), flat, shift.reshape(-1), before / total, error / total, ridge)

@@ -62,7 +62,7 @@ def eliminate(consumers: Sequence[Consumer], at: Sequence[int] = (), share: floa
         >>> x = torch.tensor([[1.0, 0, 1], [0, 2, 0], [1, 2, 1], [1, 0, 1.1]]).double()  # inputs 0 and 2 are alike
         >>> found = eliminate([Consumer(x.T @ x / 4, torch.ones(3, 1).double(), torch.arange(3)[:, None])])
         >>> found.order.tolist()
-        [0, 2, 1]
+        [0, 1, 2]
     """
     size = len(consumers[0].rows)
     states = [_State(consumer) for consumer in consumers]

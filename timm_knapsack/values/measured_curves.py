@@ -62,7 +62,7 @@ def value_curves(
 
     Example:
         >>> curves = value_curves(model, find_channel_groups(model), loader)
-        >>> curves["layer1.0.conv1"].losses()[8] < curves["layer1.0.conv1"].losses()[1]
+        >>> bool(curves["layer1.0.conv1"].losses()[8] < curves["layer1.0.conv1"].losses()[1])
         True
     """
     device = next(model.parameters()).device
