@@ -120,11 +120,11 @@ def plot(found: dict[str, list[dict]], path: Path) -> None:
     figure, rows = pyplot.subplots(len(found), 2, figsize=(9, 4 * len(found)), squeeze=False, layout="constrained")
     for axes, (name, points) in zip(rows, found.items(), strict=True):
         measured = [point["measured"] for point in points]
-        titles = ("value curves", "Taylor sum of what is gone")
+        titles = ("loss predicted by value curves", "Taylor scores of what is gone, summed")
         keys = ("predicted", "taylor")
         for axis, title, key, rank in zip(axes, titles, keys, correlations(points), strict=True):
             axis.loglog([point[key] for point in points], measured, "o", alpha=0.8)
-            axis.set(title=f"{name}, {title}: rank correlation {rank:.3f}", xlabel=title, ylabel="measured KL")
+            axis.set(title=f"{name}: rank correlation {rank:.3f}", xlabel=title, ylabel="measured KL")
             if key == "predicted":
                 ends = [min(measured), max(measured)]
                 axis.loglog(ends, ends, "--", color="grey", linewidth=1)
