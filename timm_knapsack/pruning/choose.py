@@ -117,6 +117,7 @@ def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits
         scores=dict(values.about),
         predicted_loss=-solution.value if values.is_loss else None,
         group_losses=_group_losses(groups, offered, found.counts) if values.is_loss else {},
+        loss_with_more=_loss_with_more(groups, offered, costs, allowed) if values.is_loss else None,
         frozen=dict(groups.frozen),
         options={**limits.options, "budget": dict(budget.asked)},
     )
@@ -130,6 +131,13 @@ def _group_losses(groups: ChannelGroups, ladders: Sequence[Ladder], counts: Sequ
         for group, rung, count in zip(groups, ladders, counts, strict=True)
     }
     return dict(sorted(losses.items(), key=lambda item: -item[1]))
+
+
+def _loss_with_more(groups, ladders, costs: Sequence[Cost], limits: Mapping[str, float]) -> float | None:
+    """The predicted loss if one more percent of what the original costs were allowed."""
+    more = {cost.name: limits[cost.name] + 0.01 * cost.at(groups.sizes) for cost in costs}
+    solution = search_widths(ladders, costs, more)
+    return None if solution is None else -solution.value
 
 
 def _unreachable(model, groups, ladders, costs, limits) -> BudgetError:

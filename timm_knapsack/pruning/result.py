@@ -84,6 +84,7 @@ class PruneReport:
     layer_costs: dict[str, tuple[LayerCost, ...]] = field(default_factory=dict)  # {cost: layer by layer} where it tells
     predicted_loss: float | None = None  # sum of the groups' losses at the chosen widths, with value curves
     group_losses: dict[str, float] = field(default_factory=dict)  # the same, group by group, the largest first
+    loss_with_more: float | None = None  # predicted, had one more percent of the original's cost been allowed
     loss: LossLine | None = None  # what was lost in fact, where images were given
     scores: dict[str, Any] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
@@ -109,12 +110,19 @@ class PruneReport:
         return "\n".join(rows)
 
     @property
+    def _more(self) -> str:
+        if not self.predicted_loss or self.loss_with_more is None:
+            return ""
+        saved = 1 - self.loss_with_more / self.predicted_loss
+        return f"; one more percent of the original's cost would save {saved:.0%} of that"
+
+    @property
     def outcome(self) -> str:
         """What the network lost, in one line."""
         if self.loss is not None:
-            predicted = "" if self.predicted_loss is None else f" ({self.predicted_loss:.3g} predicted group by group)"
+            predicted = "" if self.predicted_loss is None else f", predicted group by group {self.predicted_loss:.3g}"
             how = "recovered" if self.loss.recovered else "not recovered"
-            return f"{how}: {self.loss}; {self.loss.kind} {self.loss.measured:.3g}{predicted}"
+            return f"{how}: {self.loss}; {self.loss.kind} {self.loss.measured:.3g}{predicted}{self._more}"
         if self.predicted_loss is not None:
             return f"predicted loss, group by group: {self.predicted_loss:.3g}; not measured, not recovered"
         return f"importance kept: {self.value / self.total_value if self.total_value else 1:.2%}"
