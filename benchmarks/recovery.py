@@ -20,7 +20,8 @@ import torch
 from real_networks import NETWORKS
 
 import timm_knapsack as tk
-from timm_knapsack.recovery.closed_form import recover_layers, reestimate_batchnorm
+from timm_knapsack.recovery.batchnorm import reestimate_batchnorm
+from timm_knapsack.recovery.closed_form import recover_layers
 from timm_knapsack.training.evaluation import evaluate
 
 

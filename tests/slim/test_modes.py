@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import timm_knapsack
-from timm_knapsack.recovery.closed_form import reestimate_batchnorm
+from timm_knapsack.recovery.batchnorm import reestimate_batchnorm
 from timm_knapsack.slim.modes import eval_mode, modes_kept
 
 

@@ -214,7 +214,7 @@ class Walk:
         """
         model = self.model if model is None else model
         modules = self.modules if model is self.model else dict(model.named_modules())
-        if not self.sequential:
+        if not self.sequential or not self._base:
             with torch.no_grad():
                 return model(self.batches[batch])
         with torch.no_grad(), standing_in(self._stand_ins(batch, modules)):

@@ -58,6 +58,8 @@ def readers_of(group: ChannelGroup, modules: Mapping[str, nn.Module], execution:
             why = "it is neither a conv nor a linear"
         elif execution.calls.get(name) != 1:
             why = f"it runs {execution.calls.get(name, 0)} times in one forward pass"
+        elif sum(layer.weight is getattr(other, "weight", None) for other in modules.values()) > 1:
+            why = "it shares its weights with another layer"
         readers.append(Reader(name, s.index, why))
     return readers
 

@@ -94,8 +94,12 @@ class _State:
     def __init__(self, consumer: Consumer):
         gram = consumer.gram.double()
         penalty = consumer.ridge * gram.diagonal().mean().clamp_min(1e-30)
-        regular = gram + penalty * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        self.inverse = torch.cholesky_inverse(torch.linalg.cholesky(regular))
+        identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        factor, failed = torch.linalg.cholesky_ex(gram + penalty * identity)
+        if failed:  # a Gram matrix of one or two positions is rounding alone, and the penalty less than that
+            penalty = penalty + gram.abs().sum(1).max()
+            factor = torch.linalg.cholesky(gram + penalty * identity)
+        self.inverse = torch.cholesky_inverse(factor)
         self.weight = consumer.weight.double().clone()
         self.rows = consumer.rows.clone()
         self.inputs = torch.arange(len(gram))  # what the rows of the matrices stand for

@@ -103,6 +103,7 @@ class _Measuring:
         self.model, self.groups, self.bar, self.accelerator = model, groups, bar, accelerator
         self.modules = dict(model.named_modules())
         self.execution: Execution = watch_execution(model, fitted[0][:2])
+        self.probe = fitted[0][:8]  # the same on every process
         self.fitted, self.seeds, self.total = *self._own(fitted), len(fitted)
         self.held, _ = self._own(held)
         self.readers = {group.name: readers_of(group, self.modules, self.execution) for group in groups}
@@ -171,6 +172,7 @@ class _Measuring:
     def _cut(self, group: ChannelGroup, sums: Mapping[str, GramSums], why_not: Mapping[str, str]) -> _Cut:
         readers = self.readers[group.name]
         notes = [f"{r.layer} is not refitted: {why}" for r in readers if (why := r.why_not or why_not.get(r.layer))]
+        notes = list(dict.fromkeys(notes))  # a recurrent layer reads a group with several weights
         consumers: list[Consumer] = []
         parts: list[tuple[Reader, float, int]] = []  # of each consumer: its reader, the scale of its weights, its group
         for reader in readers:
@@ -181,6 +183,10 @@ class _Measuring:
             rows = rows_of(layer, reader.index)
             ridge = choose_penalty(sums[reader.layer], weight, rows, shifts)
             grams = sums[reader.layer].means(shifts)[0].cpu()
+            if not torch.isfinite(grams).all():
+                raise ScoreError(
+                    f"{reader.layer} sees values that are not finite; are the images and the weights finite?"
+                )
             # an error counts relative to the output's own size, so that all readers of a group count alike
             scale = float((weight * (grams @ weight)).sum().clamp_min(1e-30).rsqrt())
             for number, (gram, own) in enumerate(zip(grams, weight, strict=True)):
@@ -220,7 +226,7 @@ class _Measuring:
         starts: dict[str, list[ChannelGroup]] = {}
         for group in self.groups:
             makers = [s.param.rpartition(".")[0] for s in group.slices if s.role == "out"]
-            first = min((order[name] for name in makers if name in order), default=0)
+            first = min((order.get(name, 0) for name in makers), default=0)  # one that runs by hand may run at any time
             starts.setdefault(self.execution.order[first], []).append(group)
         segments = find_segments(self.model, self.execution.order)
         last = max(i for i, segment in enumerate(segments) if any(layer in starts for layer in segment.layers))
@@ -236,7 +242,7 @@ class _Measuring:
                         outputs.append(walk.rest(batch, slim))
                         self.bar.step("loss at a few widths")
                     losses[group.name][count] = max(self._loss(outputs) - base, 0.0)
-            if number < last:
+            if number < last and walk is not None:
                 walk.advance()
         return losses
 
@@ -266,7 +272,14 @@ class _Measuring:
             for reader in cut.readers:
                 if reader.layer == name:
                     stay[rows_of(self.modules[name], reader.index)[gone].reshape(-1)] = False
-            layer.weight.copy_(weight[:, stay].transpose(1, 2).reshape(layer.weight.shape))
+            made = torch.ones(
+                weight.shape[0] * weight.shape[2], dtype=torch.bool
+            )  # it may make channels of the group, too
+            for s in group.slices:
+                if s.param == f"{name}.weight" and s.dim == 0:
+                    made[s.index[gone].reshape(-1)] = False
+            layer.weight.copy_(weight[:, stay].transpose(1, 2).flatten(0, 1)[made].reshape(layer.weight.shape))
+            shift = None if shift is None else shift[made]
             if shift is not None and layer.bias is not None:
                 layer.bias.add_(shift.to(layer.bias))
             elif shift is not None:
@@ -281,7 +294,6 @@ class _Measuring:
         modules, inputs = dict(slim.named_modules()), {}
         readers = {reader.layer: reader for reader in cut.readers if not reader.why_not}
         kept = cut.elimination.kept(next(iter(modules[n].weight.shape[1] for n in readers), group.size))
-        probe = self.fitted[0][:8]
 
         def remember(name):
             return lambda x: inputs.__setitem__(name, x)
@@ -297,9 +309,9 @@ class _Measuring:
             return apply
 
         with hooked(*((self.modules[name], "input", remember(name)) for name in readers)):
-            self.model(probe)
+            self.model(self.probe)
         with hooked(*((modules[name], "input", scale(name)) for name in readers)):
-            slim(probe)
+            slim(self.probe)
 
 
 def _counts(size: int, widths: Sequence[float]) -> list[int]:
@@ -344,5 +356,5 @@ def _bar(wanted: bool | None) -> Iterator[_Bar]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         yield _Bar(progress)
