@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,12 @@ from safetensors.torch import save_file
 from timm_knapsack.pipeline.quickstart import write_images
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)  # in a list it is indented
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    return [code for found, code in BLOCK.findall(path.read_text()) if found == language]
+    return [textwrap.dedent(code) for _, found, code in BLOCK.findall(path.read_text()) if found == language]
 
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess:
@@ -30,8 +31,8 @@ def test_the_python_blocks_of_the_readme_run_in_order(tmp_path):
     code = "\n".join(["import torch; torch.set_num_threads(1)", *blocks(ROOT / "README.md", "python")])
     done = run(code, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "importance kept" in done.stdout
-    assert (tmp_path / "resnet18-half" / "model.safetensors").exists()
+    assert "recovered: top-1" in done.stdout
+    assert (tmp_path / "resnet-half" / "model.safetensors").exists()
 
 
 def test_the_shell_blocks_of_the_readme_run_in_order(tmp_path):
@@ -53,7 +54,7 @@ def test_the_shell_blocks_of_the_readme_run_in_order(tmp_path):
     assert (tmp_path / "digits-again" / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("page", ["op_rules", "registries", "latency"])
+@pytest.mark.parametrize("page", ["op_rules", "registries", "latency", "tutorial"])
 def test_the_python_blocks_of_other_pages_run(page, tmp_path):
     code = blocks(ROOT / "docs" / f"{page}.md", "python")
     assert code

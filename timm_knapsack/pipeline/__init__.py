@@ -1,5 +1,5 @@
-"""Room pipeline: the whole job, written once as stages that say what they need and make.
+"""Room pipeline: the whole job, written once: `prune` in Python, and stages that say what they need and make.
 
-In: a recipe, or a command's options.
-Out: a folder for each stage, the last of them a published-ready model.
+In: a model, images and a budget; or a recipe, or a command's options.
+Out: a smaller model, refitted, with what it lost, measured; of a recipe, a folder for each stage.
 """

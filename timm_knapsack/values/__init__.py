@@ -1,5 +1,5 @@
 """Room values: what a channel is worth.
 
 In: a model, its groups, images.
-Out: a number for every unit, saved and loaded as safetensors.
+Out: for every group what each width is worth (value curves, or scores of its units), saved and loaded as safetensors.
 """
