@@ -63,6 +63,8 @@ def image_batches(loader: Iterable | None, limit: int | None = None, device: Any
     for batch in loader if loader is not None else ():
         x = images_of(batch).to(device)
         x = x if limit is None else x[: limit - count]
+        if not torch.isfinite(x).all():
+            raise KnapsackError("images hold values that are not finite (nan or infinite)")
         if len(x):
             batches.append(x)
         count += len(x)

@@ -165,6 +165,7 @@ class Walk:
         batches: the images, batch by batch, on the model's device.
         limit: bytes that the kept inputs may take; where a segment's inputs take more, those of an earlier segment
             are kept and what lies between is run again.
+        probe: two images for questions about the network, the first by default; the same on each of several processes.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
@@ -175,18 +176,25 @@ class Walk:
     """
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Tensor], segments: Sequence[Segment], limit: int | None = None
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        segments: Sequence[Segment],
+        limit: int | None = None,
+        probe: Tensor | None = None,
     ):
         self.model, self.segments = model, list(segments)
         self.modules = dict(model.named_modules())
         self.probe = len(batches)  # number of a last, small batch
-        self.batches = [*batches, batches[0][:PROBE_IMAGES]]
+        self.batches = [*batches, batches[0][:PROBE_IMAGES] if probe is None else probe]
         self.position = 0
         self.sequential = True
         self._limit = kept_bytes() if limit is None else limit
         self._images = sum(len(batch) for batch in batches)
         self._base = 0  # the segment whose inputs are kept
-        self._thin = len(batches[0]) > 1  # placeholders for one image; a batch of one can't show whether that works
+        self._thin = (
+            len(self.batches[-1]) > 1
+        )  # placeholders for one image; a batch of one can't show whether that works
         self._shapes: dict[str, Any] = {}
         self._writes = False  # does the segment at the base write into its inputs?
         self._inputs: list[Any] = [self._capture(number) for number in range(len(self.batches))]

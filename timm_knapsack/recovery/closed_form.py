@@ -24,7 +24,7 @@ from ..errors import KnapsackError
 from ..maps.batches import image_batches
 from ..maps.patches import count_positions, draw_positions, flat_weight, outputs, patches
 from ..maps.taps import Tap, find_blocks, find_taps
-from ..maps.walk import Reached, Segment, Walk, find_segments, hooked, standing_in, watch_execution
+from ..maps.walk import PROBE_IMAGES, Reached, Segment, Walk, find_segments, hooked, standing_in, watch_execution
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
 from .finished_layers import FinishedLayers
@@ -114,11 +114,12 @@ class _Recovery:
         if accelerator is not None:
             numbers = numbers[accelerator.process_index :: accelerator.num_processes]
         self.seeds = list(numbers)  # a batch draws the same positions whichever process has it
-        batches = [batches[number] for number in numbers] or [batches[0][:0]]
-        few = batches[0][:2]
+        self.images = sum(map(len, batches))  # on all processes
+        few = batches[0][:PROBE_IMAGES]  # plans are made on it: all processes must come to the same
+        batches = [batches[number] for number in numbers]
         self.execution = watch_execution(student, few)
         segments = find_segments(student, self.execution.order)
-        self.ours, self.theirs = Walk(student, batches, segments), Walk(teacher, batches, segments)
+        self.ours, self.theirs = (Walk(net, batches, segments, probe=few) for net in (student, teacher))
         self.taps = {tap.name: tap for tap in find_taps(student, "blocks", few)} if find_blocks(student) else {}
 
     def run(self) -> list[LayerFit]:
@@ -198,15 +199,13 @@ class _Recovery:
         made, now = columns @ flat_weight(layer), outputs(layer, y)
         if layer.bias is not None:
             made = made + layer.bias.reshape(made.shape[0], 1, -1)
+        if not torch.isfinite(now).all():
+            return "its outputs are not finite"
         if not torch.allclose(made, now, rtol=1e-2, atol=1e-3 * float(now.abs().max().clamp_min(1e-6))):
             return "its weights are computed while it runs (weight standardisation or the like)"
         inputs = layer.weight[0].numel()
-        positions = min(POSITIONS, count_positions(layer, y) * self._all_images())
+        positions = min(POSITIONS, count_positions(layer, y) * self.images)
         return f"{positions} positions are too few for its {inputs} inputs" if positions < inputs else ""
-
-    def _all_images(self) -> int:
-        count = torch.tensor(sum(len(batch) for batch in self.ours.batches[: self.ours.probe]), dtype=torch.float64)
-        return int(self._add_up(count))
 
     def _add_up(self, value: Tensor) -> Tensor:
         return value if self.accelerator is None else self.accelerator.reduce(value, "sum")
@@ -260,7 +259,7 @@ class _Recovery:
         fixed = None if plan.gain is None else plan.gain == 0
         shifts = layer.bias is not None or norm is not None
         fit = sums.fit(self.ridge, shifts, fixed)
-        for _ in range(ROUNDS if seen else 0):
+        for _ in range(ROUNDS if plan.rectifier is not None else 0):
             weight = fit.flat.float()
             sums.forget_targets()
             for x, target, base in seen:

@@ -2,7 +2,8 @@
 
 Least squares to the teacher's pre-activation map spends capacity on values that ReLU sets to zero anyway. So the fit is
 made again with other targets: where the teacher's value is cut off, whatever the student gives beyond the bound is
-right. Each round lowers the squared error behind the activation (majorise and minimise), still in closed form.
+right. Each round lowers the squared distance from what is right, which is at least the squared error behind the
+activation; still in closed form.
 """
 
 from dataclasses import dataclass
