@@ -142,7 +142,7 @@ def test_one_scoring_pass_serves_several_budgets(user):
     assert user("score cifar_resnet20 --weights weights.safetensors --data images --limit 20 --device cpu")[0] == 0
     macs = {}
     for share in (0.7, 0.4):
-        line = f"prune cifar_resnet20 --weights weights.safetensors --budget macs={share} --scores scores.safetensors"
+        line = f"prune cifar_resnet20 --weights weights.safetensors --budget macs={share} --scores values.safetensors"
         code, out, _ = user(f"{line} --out b{share} --json")
         assert code == 0
         macs[share] = json.loads(out)["costs"][0]
@@ -151,10 +151,21 @@ def test_one_scoring_pass_serves_several_budgets(user):
 
 
 def test_images_without_labels_are_labelled_by_the_model(user):
-    code, out, err = user(f"{P} --budget macs=0.5 --data flat --no-recover --out f")
+    code, out, err = user(f"{P} --method paper --budget macs=0.5 --data flat --out f")
     assert code == 0
     assert "no labels" in err and "--labels model" in err
     assert "local-dir:" in out
+
+
+def test_value_curves_need_no_labels_and_the_last_words_are_what_was_lost(user):
+    code, out, err = user(f"{P} --budget macs=0.7 --data flat --out unlabelled")
+    assert code == 0 and "no labels" not in err
+    words = r"recovered: the same class as the original on [\d.]+% of the \d+ images given; KL divergence"
+    assert re.search(words, " ".join(out.split()))  # lines are broken at the terminal's width
+    code, out, err = user(f"{P} --method paper --budget macs=0.7 --data images --limit 10 --out labelled")
+    assert code == 0 and "criterion abs" in err and "recover:" not in err
+    assert re.search(r"not recovered: top-1 [\d.]+ → [\d.]+ % on the \d+ images given", " ".join(out.split()))
+    assert "importance kept" not in out
 
 
 def test_recovery_changes_the_weights_and_is_noted(user, work):
@@ -174,7 +185,8 @@ MISTAKES = {
     "budget 0": (f"{P} --budget macs=0 --data images", "give a fraction above 0"),
     "budget 1.5": (f"{P} --budget macs=1.5 --data images", "a fraction is at most 1"),
     "class count mismatch": (
-        "prune resnet18 --no-pretrained --budget macs=0.5 --data images --device cpu", "--labels model"),
+        "prune resnet18 --no-pretrained --method paper --budget macs=0.5 --data images --device cpu", "--labels model"),
+    "unknown method": (f"{P} --budget macs=0.5 --method papers --data images", "is none of curves, paper"),
     "GPU asked but none": ("prune cifar_resnet20 --budget macs=0.5 --device cuda:9", "--device auto or cpu"),
     "misspelt option": (f"{P} --bugdet macs=0.5", "--budget"),
     "misspelt setting": ("finetune resnet20-half --data images --set epoch=2", "did you mean 'epochs'?"),
