@@ -122,3 +122,25 @@ def test_what_is_missing_is_named(job):
     job, _ = job
     with pytest.raises(KnapsackError, match="no scores in this job"):
         job["scores"]
+
+
+LABELS = {"classes": ([0, 1] * 5, True), "other classes": ([0, 7] * 5, False), "none": (None, False)}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_labels_of_the_model_tell_the_top1_that_was_lost_and_no_others(job, kind):
+    """Images without a label have -1, which no network predicts: their top-1 would be 0 before and after."""
+    (job, _), (labels, counts) = job, LABELS[kind]
+    images, _ = job.settings.data.source
+    data = replace(job.settings.data, source=images if labels is None else (images, labels))
+    job.settings = replace(job.settings, data=data)
+    run_stages(stages(*table.PRUNE, without=["save"]), job)
+    loss = job["student"].record.pruning["loss"]
+    assert (loss["top1_before"] is not None) == counts
+    if counts:
+        seen = torch.cat([y for _, y in job["recovery"]])
+        with torch.no_grad():
+            predicted = torch.cat([job["base"].eval()(x).argmax(1) for x, _ in job["recovery"]])
+        assert set(seen.tolist()) <= {0, 1} and loss["top1_before"] == pytest.approx(
+            100 * float((predicted == seen).sum()) / 6
+        )

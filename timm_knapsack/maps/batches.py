@@ -34,19 +34,23 @@ def images_of(batch: Any) -> Tensor:
 
 
 def labels_of(batch: Any) -> Tensor | None:
-    """The class indices of one batch, or None where it has none (soft targets and other things do not count).
+    """The class indices of one batch, or None where it has none.
+
+    Soft targets and other things do not count, nor does -1, which `create_loader` gives images without a label.
 
     Example:
         >>> import torch
         >>> labels_of((torch.zeros(2, 3, 8, 8), torch.tensor([1, 0])))
         tensor([1, 0])
+        >>> labels_of((torch.zeros(2, 3, 8, 8), torch.tensor([-1, -1]))) is None
+        True
     """
     if isinstance(batch, Mapping):
         y = next((batch[key] for key in LABEL_KEYS if key in batch), None)
     else:
         y = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
     whole = isinstance(y, Tensor) and y.dim() == 1 and not y.is_floating_point() and y.dtype != torch.bool
-    return y if whole else None
+    return y if whole and not (y < 0).any() else None
 
 
 def image_batches(loader: Iterable | None, limit: int | None = None, device: Any = None) -> list[Tensor]:

@@ -25,7 +25,8 @@ def open_loader(job: Any, purpose: str, **changes) -> Any:
         return _labelled(job, source, {**reading, **changes})
     elif purpose == "recovery":
         part = settings.recover
-        reading |= {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size, "labels": "ignore"}
+        reading |= {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size}
+        return _perhaps_labelled(job, source, {**reading, **changes})
     elif purpose == "training":
         part = settings.finetune
         reading |= {"training": True, "labels": "required", "augmentation": part.get("augmentation")}
@@ -54,6 +55,16 @@ def _labelled(job: Any, source: Any, reading: dict[str, Any]) -> Any:
             job.say(f"note: {source} has no labels; the model's own classes stand in for them ({say_so})")
         return ModelLabels(loader, base)
     return ModelLabels(loader, base) if part.labels == "model" else loader
+
+
+def _perhaps_labelled(job: Any, source: Any, reading: dict[str, Any]) -> Any:
+    """Images to recover with; their labels, where they are the model's classes, say what top-1 was lost."""
+    if job.settings.score.labels != "model":
+        try:
+            return create_loader(source, job["base"], **{"labels": "auto", **reading})
+        except DataError:
+            pass  # labels of something else; whatever else is wrong comes up again
+    return create_loader(source, job["base"], **{"labels": "ignore", **reading})
 
 
 def count_images(loader: Any) -> int | None:
