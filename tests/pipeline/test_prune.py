@@ -125,6 +125,7 @@ LOADERS = {
     "pairs": labelled,
     "dicts": lambda batches: [{"pixel_values": x, "labels": y} for x, y in labelled(batches)],
     "dicts, once": lambda batches: ({"pixel_values": x} for x in batches),
+    "labels that are none": lambda batches: [(x, torch.full((len(x),), -1)) for x in batches],
     "soft labels": lambda batches: [(x, F.one_hot(y, CLASSES).float()) for x, y in labelled(batches)],
 }
 
