@@ -54,6 +54,7 @@ def prune(
     Example: timm-knapsack prune resnet18 --no-pretrained --criterion magnitude --budget macs=0.5 --out resnet18-half
     """
     from ..costs.latency.table import LatencyTable
+    from ..pipeline.measured_loss import collapse_warning
     from ..pipeline.recipe import PrunePart, RecoverPart
     from ..pipeline.stage import run_stages
     from ..pipeline.stages import PRUNE, stages
@@ -78,6 +79,9 @@ def prune(
     run_stages(stages(*names, without=without), job)
     student, folder = job["student"], job["saved"]
     result = student.result
+    loss, costly = result.report.loss, result.report.group_losses
+    if loss is not None and not loss.recovered and (warning := collapse_warning(result.report.model, loss, costly)):
+        job.say(f"warning: {warning}")
     if as_json:
         console.print_json(
             {"folder": str(folder), **result.report.to_dict(), "channel_config": result.channel_config.to_dict()}

@@ -111,7 +111,10 @@ def _prune(job: Job) -> str:
         budget = Budget(**budget, table=job.get("table"))
     options = {"groups": job["groups"], "base_args": job.source.base_args, **asdict(job.settings.prune)}
     result = sweep(job["base"], job["scores"], [budget], **options)[0]
-    job.made["student"] = Student(result.model, RunRecord.of_pruning(result, job.source.to_dict()), result=result)
+    student = Student(result.model, RunRecord.of_pruning(result, job.source.to_dict()), result=result)
+    if (loader := job.get("calibration")) is not None:  # recovery, where it follows, measures again
+        student = student.measured(measure_loss(student.model, job["base"], loader, recovered=False))
+    job.made["student"] = student
     figures = []
     for line in result.report.costs:
         if line.asked is not None:
