@@ -32,7 +32,7 @@ from .elimination import Consumer, Elimination, eliminate
 
 WIDTHS = (0.75, 0.45, 0.2)  # of a group's units, at which the loss is measured
 HELD_OUT = 4  # one in so many images is held out
-MOST_HELD_OUT = 128
+MOST_HELD_OUT = 192
 
 
 def value_curves(
@@ -79,7 +79,7 @@ def value_curves(
 
 
 def _split(batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Images to fit on and images to measure on: every fourth is held out, at most 128."""
+    """Images to fit on and images to measure on: every fourth is held out, at most 192."""
     size = max(map(len, batches))
     images = torch.cat(list(batches))
     every = max(HELD_OUT if len(images) >= HELD_OUT else 2, -(-len(images) // MOST_HELD_OUT))
