@@ -29,6 +29,7 @@ from ..slim.modes import eval_mode
 from .consumers import GramSums, Reader, choose_penalty, collect_grams, readers_of, rows_of
 from .curves import GroupCurve, ValueCurves
 from .elimination import Consumer, Elimination, eliminate
+from .families import find_families
 
 WIDTHS = (0.75, 0.45, 0.2)  # of a group's units, at which the loss is measured
 HELD_OUT = 4  # one in so many images is held out
@@ -102,12 +103,14 @@ class _Measuring:
     def __init__(self, model, groups, original, fitted, held, widths, accelerator, bar):
         self.model, self.groups, self.bar, self.accelerator = model, groups, bar, accelerator
         self.modules = dict(model.named_modules())
+        self.families = {family.group.name: family for family in find_families(groups)}
+        self.measured_groups = [family.group for family in self.families.values()]
         self.execution: Execution = watch_execution(model, fitted[0][:2])
         self.probe = fitted[0][:8]  # the same on every process
         self.fitted, self.seeds, self.total = *self._own(fitted), len(fitted)
         self.held, _ = self._own(held)
-        self.readers = {group.name: readers_of(group, self.modules, self.execution) for group in groups}
-        self.counts = {group.name: _counts(group.size, widths) for group in groups}
+        self.readers = {g.name: readers_of(g, self.modules, self.execution) for g in self.measured_groups}
+        self.counts = {group.name: _counts(group.size, widths) for group in self.measured_groups}
         self.references = [(original or model)(images) for images in self.held]
         self.logits = gives_logits(original or model, (original or model)(held[0][:1]))
 
@@ -124,24 +127,25 @@ class _Measuring:
     def run(self) -> dict[str, GroupCurve]:
         chunks = list(self._chunks())
         widths = sum(len(counts) for counts in self.counts.values())
-        self.bar.total(len(chunks) * len(self.fitted) + len(self.groups) + widths * max(len(self.held), 1))
+        self.bar.total(len(chunks) * len(self.fitted) + len(self.measured_groups) + widths * max(len(self.held), 1))
         cuts: dict[str, _Cut] = {}
         for chunk in chunks:
             cuts |= self._eliminated(chunk)
         losses = self._measured(cuts)
         curves = {}
-        for group in self.groups:
+        for group in self.measured_groups:
             found, counts = cuts[group.name].elimination, self.counts[group.name]
             loss = np.array([losses[group.name][count] for count in counts])
-            curves[group.name] = GroupCurve(found.order, found.error, np.array(counts), loss, cuts[group.name].note)
-        return curves
+            curve = GroupCurve(found.order, found.error, np.array(counts), loss, cuts[group.name].note)
+            curves |= self.families[group.name].split(curve)
+        return {group.name: curves[group.name] for group in self.groups}
 
     # ---- 1 and 2: Gram matrices and elimination
 
     def _chunks(self) -> Iterator[list[ChannelGroup]]:
         """Groups whose readers' Gram matrices fit into memory together."""
         chunk, layers, size = [], set(), 0
-        for group in self.groups:
+        for group in self.measured_groups:
             new = {r.layer for r in self.readers[group.name] if not r.why_not} - layers
             more = sum(4 * flat_weight(self.modules[n])[:, :, 0].numel() ** 2 // self._groups_of(n) * 8 for n in new)
             if chunk and size + more > kept_bytes():
@@ -224,13 +228,13 @@ class _Measuring:
     def _measured(self, cuts: Mapping[str, _Cut]) -> dict[str, dict[int, float]]:
         order = {name: place for place, name in enumerate(self.execution.order)}
         starts: dict[str, list[ChannelGroup]] = {}
-        for group in self.groups:
+        for group in self.measured_groups:
             makers = [s.param.rpartition(".")[0] for s in group.slices if s.role == "out"]
             first = min((order.get(name, 0) for name in makers), default=0)  # one that runs by hand may run at any time
             starts.setdefault(self.execution.order[first], []).append(group)
         segments = find_segments(self.model, self.execution.order)
         last = max(i for i, segment in enumerate(segments) if any(layer in starts for layer in segment.layers))
-        losses: dict[str, dict[int, float]] = {group.name: {} for group in self.groups}
+        losses: dict[str, dict[int, float]] = {group.name: {} for group in self.measured_groups}
         walk = Walk(self.model, self.held, segments) if self.held else None
         base = self._loss([walk.rest(number) for number in range(len(self.held))])
         for number, segment in enumerate(segments[: last + 1]):
@@ -261,11 +265,11 @@ class _Measuring:
 
     def _slim(self, group: ChannelGroup, cut: _Cut, count: int) -> nn.Module:
         """The network with this group alone cut to ``count`` units, its readers refitted."""
-        keep = cut.elimination.kept(count)
-        slim = slice_model(self.model, self.groups, {group.name: keep}).eval()
+        kept = self.families[group.name].keep(cut.elimination.kept(count))
+        slim = slice_model(self.model, self.groups, kept).eval()
         modules = dict(slim.named_modules())
         gone = torch.ones(group.size, dtype=torch.bool)
-        gone[keep] = False
+        gone[self.families[group.name].units(kept)] = False
         for name, (weight, shift) in cut.weights.get(count, {}).items():
             layer = modules[name]
             stay = torch.ones(weight.shape[1], dtype=torch.bool)
