@@ -59,6 +59,9 @@ def test_the_python_blocks_of_other_pages_run(page, tmp_path):
     code = blocks(ROOT / "docs" / f"{page}.md", "python")
     assert code
     done = run("\n".join(code), tmp_path)
+    if done.returncode and "can't be pruned to" in done.stderr:  # times of a machine that others use, too: once more
+        (again := tmp_path / "again").mkdir()
+        done = run("\n".join(code), again)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
