@@ -2,20 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
+from nets import LAYERS
 
 from timm_knapsack.maps.patches import draw_positions, flat_weight, outputs, patches
-
-LAYERS = {
-    "3x3": lambda: nn.Conv2d(6, 8, 3, padding=1),
-    "stride": lambda: nn.Conv2d(6, 8, 3, stride=2, padding=1),
-    "dilation": lambda: nn.Conv2d(6, 8, 3, dilation=2, padding=2),
-    "1x1 stride": lambda: nn.Conv2d(6, 8, 1, stride=2, bias=False),
-    "oblong": lambda: nn.Conv2d(6, 8, (1, 5), padding=(0, 2)),
-    "groups": lambda: nn.Conv2d(6, 9, 3, padding=1, groups=3),
-    "depthwise": lambda: nn.Conv2d(6, 6, 5, padding=2, groups=6),
-    "linear": lambda: nn.Linear(12, 7),
-}
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -6,6 +6,7 @@ import logging
 import pytest
 import timm
 import torch
+from nets import LAYERS
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,17 +17,6 @@ from timm_knapsack.recovery.batchnorm import reestimate_batchnorm
 from timm_knapsack.recovery.closed_form import recover_layers
 from timm_knapsack.recovery.ridge import RidgeSums
 from timm_knapsack.slim.cutting import kept_outputs
-
-LAYERS = {
-    "3x3": lambda: nn.Conv2d(6, 8, 3, padding=1),
-    "stride": lambda: nn.Conv2d(6, 8, 3, stride=2, padding=1),
-    "dilation": lambda: nn.Conv2d(6, 8, 3, dilation=2, padding=2),
-    "1x1 stride": lambda: nn.Conv2d(6, 8, 1, stride=2, bias=False),
-    "oblong": lambda: nn.Conv2d(6, 8, (1, 5), padding=(0, 2)),
-    "groups": lambda: nn.Conv2d(6, 9, 3, padding=1, groups=3),
-    "depthwise": lambda: nn.Conv2d(6, 6, 5, padding=2, groups=6),
-    "linear": lambda: nn.Linear(12, 7),
-}
 
 
 def images(n=8, size=16, channels=3, seed=0):
