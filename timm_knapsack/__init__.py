@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the names of _HOME for type checkers and completion; tests/
     from .pruning.budget import Budget as Budget
     from .pruning.choose import sweep as sweep
     from .recovery.closed_form import recover as recover
+    from .recovery.refinement import refine as refine
     from .slim.channel_config import ChannelConfig as ChannelConfig
     from .slim.channel_groups import ChannelGroup as ChannelGroup
     from .slim.channel_groups import ChannelGroups as ChannelGroups
@@ -71,6 +72,7 @@ _HOME = {
     "slice_model": "slim.cutting",
     "resize_model": "slim.cutting",
     "recover": "recovery.closed_form",
+    "refine": "recovery.refinement",
     "DistillationConfig": "training.distillation",
     "finetune": "training.finetuning",
     "FinetuneConfig": "training.finetuning",

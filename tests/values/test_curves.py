@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import timm_knapsack as tk
 from timm_knapsack.errors import ScoreError
-from timm_knapsack.values.curves import GroupCurve
+from timm_knapsack.values.curves import POWER, GroupCurve
 from timm_knapsack.values.valuation import load_values
 
 
@@ -64,7 +64,7 @@ def test_losses_of_zero_and_errors_of_zero_are_fine():
     assert np.isfinite(losses).all() and losses[1] == pytest.approx(0.4)
     assert losses[3:].max() < 1e-9
     nothing = GroupCurve(np.arange(3), np.zeros(4), np.array([1, 2]), np.zeros(2))
-    assert nothing.losses().max() < 1e-9 and nothing.hull().max() < 1e-9
+    assert nothing.losses().max() < 1e-9 and nothing.hull().max() < 1e-5
 
 
 def test_outside_of_the_measured_widths_it_is_a_power_law():
@@ -76,7 +76,7 @@ def test_outside_of_the_measured_widths_it_is_a_power_law():
 @settings(max_examples=100, deadline=None)
 @given(curves)
 def test_the_hull_is_convex_and_the_largest_such_curve_below(curve):
-    losses, hull = curve.losses(), curve.hull()
+    losses, hull = curve.losses() ** POWER, curve.hull()
     scale = max(losses[1], 1e-12)
     assert (hull[1:] <= losses[1:] + 1e-12 * scale).all()
     assert (np.diff(hull[1:], 2) >= -1e-9 * scale).all()
@@ -227,13 +227,14 @@ def test_the_ladder_meets_budgets(network, fraction):
     counts = {name: len(kept) for name, kept in result.keep.items()}
     for name, kept in result.keep.items():  # the units that go last stay
         assert kept.tolist() == sorted(curves[name].order[curves[name].size - counts[name] :].tolist())
-    lost = {name: curves[name].hull()[count] for name, count in counts.items()}
-    assert report.predicted_loss == pytest.approx(sum(lost.values()))
+    amplitudes = {name: curves[name].hull()[count] for name, count in counts.items()}
+    lost = {name: amplitude**2 for name, amplitude in amplitudes.items()}
+    assert report.predicted_loss == pytest.approx(sum(amplitudes.values()) ** 2)  # amplitudes add up, losses do not
     assert report.group_losses == {
         name: pytest.approx(loss) for name, loss in lost.items() if name in report.group_losses
     }
     assert list(report.group_losses.values()) == sorted(report.group_losses.values(), reverse=True)
-    assert sum(report.group_losses.values()) == pytest.approx(report.predicted_loss)
+    assert sum(report.group_losses.values()) <= report.predicted_loss
     for name, size in groups_sizes(groups).items():  # one more unit of any group would not have fitted, or buys nothing
         more = {**result.keep, name: torch.arange(min(counts[name] + 1, size))}
         slim = tk.slice_model(model, groups, more)

@@ -5,7 +5,7 @@ the activation that ends it. ResNet-18's block ``layer1.0`` ends in ``act2``; it
 ``layer1.0.act2``, the sum of the residual branch and the shortcut.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -122,6 +122,28 @@ def find_convs(model: nn.Module) -> list[str]:
         if isinstance(module, nn.Conv2d)
         or (isinstance(module, nn.Linear) and any(_within(name, block) for block in blocks))
     ]
+
+
+def kept_at(
+    teacher: nn.Module, name: str, kept: Mapping[str, torch.Tensor], wide: int, slim: int
+) -> torch.Tensor | None:
+    """Which of a block's ``wide`` output channels a student that has ``slim`` of them kept; None where nothing says.
+
+    Args:
+        kept: ``{layer: which of the teacher's output channels the student has}``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()))
+        >>> kept_at(net, "0", {"0.0": torch.tensor([1, 3])}, wide=4, slim=2)
+        tensor([1, 3])
+    """
+    inside = [
+        f"{name}.{child}"
+        for child, module in teacher.get_submodule(name).named_modules()
+        if child and getattr(module, "out_channels", getattr(module, "out_features", None)) == wide
+    ]
+    found = (kept[key] for key in [name, *reversed(inside)] if key in kept and len(kept[key]) == slim)
+    return next(found, None)
 
 
 def find_taps(model: nn.Module, at: str | Sequence[str], example: torch.Tensor) -> list[Tap]:

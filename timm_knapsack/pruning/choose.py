@@ -115,29 +115,32 @@ def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits
         layer_costs={name: lines for name, lines in layers.items() if lines},
         seconds=time.perf_counter() - start,
         scores=dict(values.about),
-        predicted_loss=-solution.value if values.is_loss else None,
-        group_losses=_group_losses(groups, offered, found.counts) if values.is_loss else {},
-        loss_with_more=_loss_with_more(groups, offered, costs, allowed) if values.is_loss else None,
+        predicted_loss=values.loss_of(solution.value),
+        group_losses=_group_losses(values, groups, offered, found.counts),
+        loss_with_more=_loss_with_more(values, groups, offered, costs, allowed),
         frozen=dict(groups.frozen),
         options={**limits.options, "budget": dict(budget.asked)},
     )
     return PruneResult(slim, keep, config, report, kept_outputs(groups, keep))
 
 
-def _group_losses(groups: ChannelGroups, ladders: Sequence[Ladder], counts: Sequence[int]) -> dict[str, float]:
-    """What each group loses at the chosen widths, the most first."""
-    losses = {
-        group.name: float(-rung.value[np.searchsorted(rung.counts, count)])
+def _group_losses(values, groups: ChannelGroups, ladders: Sequence[Ladder], counts: Sequence[int]) -> dict[str, float]:
+    """What each group alone loses at the chosen widths, the most first; empty where values say nothing about losses."""
+    worth = {
+        group.name: float(rung.value[np.searchsorted(rung.counts, count)])
         for group, rung, count in zip(groups, ladders, counts, strict=True)
     }
+    losses = {name: loss for name, value in worth.items() if (loss := values.loss_of(value)) is not None}
     return dict(sorted(losses.items(), key=lambda item: -item[1]))
 
 
-def _loss_with_more(groups, ladders, costs: Sequence[Cost], limits: Mapping[str, float]) -> float | None:
+def _loss_with_more(values, groups, ladders, costs: Sequence[Cost], limits: Mapping[str, float]) -> float | None:
     """The predicted loss if one more percent of what the original costs were allowed."""
+    if values.loss_of(0.0) is None:
+        return None
     more = {cost.name: limits[cost.name] + 0.01 * cost.at(groups.sizes) for cost in costs}
     solution = search_widths(ladders, costs, more)
-    return None if solution is None else -solution.value
+    return None if solution is None else values.loss_of(solution.value)
 
 
 def _unreachable(model, groups, ladders, costs, limits) -> BudgetError:

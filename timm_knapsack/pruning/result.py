@@ -75,15 +75,15 @@ class PruneReport:
     input_size: tuple[int, ...]
     costs: tuple[CostLine, ...]
     layers: tuple[LayerLine, ...]
-    value: float  # importance kept; with value curves, minus the predicted loss
+    value: float  # importance kept; with value curves, minus the amplitude of the predicted loss
     total_value: float  # importance of the whole network
     upper_bound: float  # what the knapsack could have kept at most, at the final widths' costs
     rounds: int
     seconds: float
     corrections: int = 0  # times that a network was measured, missed the budget, and was solved for again
     layer_costs: dict[str, tuple[LayerCost, ...]] = field(default_factory=dict)  # {cost: layer by layer} where it tells
-    predicted_loss: float | None = None  # sum of the groups' losses at the chosen widths, with value curves
-    group_losses: dict[str, float] = field(default_factory=dict)  # the same, group by group, the largest first
+    predicted_loss: float | None = None  # what the groups' losses come to at the chosen widths, with value curves
+    group_losses: dict[str, float] = field(default_factory=dict)  # of each group alone, the largest first
     loss_with_more: float | None = None  # predicted, had one more percent of the original's cost been allowed
     loss: LossLine | None = None  # what was lost in fact, where images were given
     scores: dict[str, Any] = field(default_factory=dict)
@@ -120,11 +120,11 @@ class PruneReport:
     def outcome(self) -> str:
         """What the network lost, in one line."""
         if self.loss is not None:
-            predicted = "" if self.predicted_loss is None else f", predicted group by group {self.predicted_loss:.3g}"
+            predicted = "" if self.predicted_loss is None else f", predicted {self.predicted_loss:.3g}"
             how = "recovered" if self.loss.recovered else "not recovered"
             return f"{how}: {self.loss}; {self.loss.kind} {self.loss.measured:.3g}{predicted}{self._more}"
         if self.predicted_loss is not None:
-            return f"predicted loss, group by group: {self.predicted_loss:.3g}; not measured, not recovered"
+            return f"predicted loss: {self.predicted_loss:.3g}; not measured, not recovered"
         return f"importance kept: {self.value / self.total_value if self.total_value else 1:.2%}"
 
 

@@ -55,10 +55,9 @@ class GroupValues(ABC):
     def ladder(self, group: ChannelGroup) -> Ladder:
         """What a group offers; its last count is all of its units."""
 
-    @property
-    def is_loss(self) -> bool:
-        """Are the values minus what the network loses, which add up to the loss of a choice?"""
-        return False
+    def loss_of(self, value: float) -> float | None:
+        """What a network loses that is worth so much, groups added up; None where values say nothing about losses."""
+        return None
 
     @property
     def about(self) -> Mapping[str, Any]:

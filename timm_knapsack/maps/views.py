@@ -1,0 +1,52 @@
+"""Other views of the same images: resized crops, mirrored, a little brighter or paler; tensors in, tensors out.
+
+What a network gives for images it was trained on says little: it knows them by heart. For views of them it is about as
+unsure as for images it has never seen. A teacher has an answer for any view, so no label is needed.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LEAST_AREA = 0.5  # of the image that a crop shows
+CONTRAST = 0.4
+BRIGHTNESS = 0.3  # in standard deviations of normalised images
+
+
+def random_views(images: Tensor, seed: int, share: float = 0.5) -> Tensor:
+    """A view of each image, in the images' own size; those that are not drawn stay as they are.
+
+    Args:
+        images: [images, channels, height, width], normalised.
+        seed: fixes the views.
+        share: of the images that are changed, on average.
+
+    Example:
+        >>> images = torch.rand(4, 3, 8, 8)
+        >>> torch.equal(random_views(images, seed=0, share=0.0), images)
+        True
+        >>> random_views(images, seed=1).shape
+        torch.Size([4, 3, 8, 8])
+    """
+    draw = torch.Generator().manual_seed(seed)
+    count = len(images)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(count, generator=draw)
+
+    side = uniform(LEAST_AREA, 1.0).sqrt()
+    theta = torch.zeros(count, 2, 3)
+    theta[:, 0, 0] = side * torch.where(uniform(0, 1) < 0.5, -1.0, 1.0)
+    theta[:, 1, 1] = side
+    theta[:, 0, 2], theta[:, 1, 2] = (1 - side) * uniform(-1, 1), (1 - side) * uniform(-1, 1)
+    contrast, brightness = uniform(1 - CONTRAST, 1 + CONTRAST), uniform(-BRIGHTNESS, BRIGHTNESS)
+    changed = (uniform(0, 1) < share).nonzero().flatten()
+    if not len(changed):
+        return images
+    views = images.clone()
+    chosen = images[changed]
+    grid = F.affine_grid(theta[changed], list(chosen.shape), align_corners=False).to(images)
+    seen = F.grid_sample(chosen, grid, padding_mode="reflection", align_corners=False)
+    shape = -1, 1, 1, 1
+    views[changed] = seen * contrast[changed].reshape(shape).to(images) + brightness[changed].reshape(shape).to(images)
+    return views

@@ -1,0 +1,276 @@
+"""Refine: a few hundred gradient steps on the same unlabelled images, for users who don't have the training set.
+
+The student learns the teacher's outputs and the maps at the end of its blocks, on views of the images, by Adam with
+steps that are a fixed share of each weight's own size, so that no rate has to be chosen for a network. BatchNorm
+statistics stay as recovery left them. Images that are held out decide: the best of all states on the way is kept, and
+the first of them is the start, so that it never ends below where it began.
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import KnapsackError
+from ..maps.batches import image_batches
+from ..maps.distance import gives_logits, output_distance
+from ..maps.taps import Tap, find_blocks, find_taps, kept_at, listen
+from ..maps.views import random_views
+from ..slim.kept_channels import kept_of
+from ..slim.modes import eval_mode
+
+log = logging.getLogger(__name__)
+
+HELD_OUT = 8  # one in so many images decides which state is kept
+LEAST_IMAGES = 8
+BATCH = 32
+EPOCHS = 16
+CHECKS = 8  # states on the way that are compared
+STEP = 3e-3  # of a weight's own size, at the peak of the schedule
+WARM_UP = 0.1  # of all steps
+INNER = 10.0  # weight of the blocks' relative squared error beside the outputs' divergence
+TEMPERATURE = 2.0
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """What became of a student.
+
+    Attributes:
+        before: distance from the teacher's outputs on held-out images at the start.
+        after: the same at the end; never more than before.
+        steps: gradient steps that were made.
+        kept: the step whose state was kept; 0 is the start.
+    """
+
+    before: float
+    after: float
+    steps: int
+    kept: int
+
+
+def refine(
+    student: nn.Module,
+    teacher: nn.Module,
+    loader: Iterable,
+    *,
+    kept: Mapping[str, Tensor] | None = None,
+    epochs: float = EPOCHS,
+    images: int | None = None,
+    accelerator=None,
+    seed: int = 0,
+) -> nn.Module:
+    """Bring a recovered student closer to its teacher by gradients, without labels, in place; returns the student.
+
+    One in eight images is held out and decides which state is kept; the start is one of them.
+
+    Args:
+        loader: images, or (images, labels); labels are not used. They are held in memory.
+        kept: ``result.kept_channels``; a model that comes from `prune` carries it.
+        epochs: how often each image is seen.
+        images: use at most this many.
+        accelerator: of several processes, each takes its share of the images, and gradients are averaged.
+        seed: fixes order and views.
+
+    Example:
+        >>> result = prune(model, loader, budget=Budget(macs=0.5))
+        >>> student = refine(result.model, model, loader)
+    """
+    refine_steps(
+        student, teacher, loader, kept=kept, epochs=epochs, images=images, accelerator=accelerator, seed=seed
+    )
+    return student
+
+
+def refine_steps(
+    student, teacher, loader, *, kept=None, epochs=EPOCHS, images=None, accelerator=None, seed=0
+) -> Refinement:
+    """As `refine`; returns what became of the student."""
+    if not epochs > 0:
+        raise KnapsackError(f"epochs={epochs}: give a number above 0")
+    kept = dict(kept if kept is not None else kept_of(student, teacher))
+    device = next(student.parameters()).device
+    pixels = torch.cat(image_batches(loader, images, device))
+    if len(pixels) < LEAST_IMAGES:
+        raise KnapsackError(
+            f"refine got {len(pixels)} images and needs at least {LEAST_IMAGES}, one of which is held out; "
+            "a few hundred do"
+        )
+    trainable = [parameter for parameter in student.parameters() if parameter.is_floating_point()]
+    wanted = [parameter.requires_grad for parameter in trainable]
+    try:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+        with eval_mode(student, teacher):
+            return _Refining(student, teacher, pixels, kept, epochs, accelerator, seed).run()
+    finally:
+        for parameter, was in zip(trainable, wanted, strict=True):
+            parameter.requires_grad_(was)
+            parameter.grad = None
+
+
+class _Refining:
+    def __init__(self, student, teacher, pixels, kept, epochs, accelerator, seed):
+        self.student, self.teacher, self.accelerator, self.seed = student, teacher, accelerator, seed
+        self.device = pixels.device
+        held = torch.zeros(len(pixels), dtype=torch.bool)
+        held[HELD_OUT - 1 :: HELD_OUT] = True
+        fitted = pixels[~held]
+        self.held = self._own(torch.cat([pixels[held], random_views(pixels[held], seed, share=1.0)]))
+        self.images = self._own(fitted)
+        processes = 1 if accelerator is None else accelerator.num_processes
+        self.batch = max(1, min(BATCH, len(fitted) // 4) // processes)
+        self.steps = max(1, round(epochs * len(fitted) / (self.batch * processes)))
+        with torch.no_grad():
+            self.logits = gives_logits(teacher, teacher(pixels[:1]))
+        self.taps, self.channels = _comparable_taps(student, teacher, kept, pixels[:2])
+
+    def _own(self, images: Tensor) -> Tensor:
+        """This process's share."""
+        if self.accelerator is None:
+            return images
+        return images[self.accelerator.process_index :: self.accelerator.num_processes]
+
+    def _add_up(self, value: Tensor) -> Tensor:
+        return value if self.accelerator is None else self.accelerator.reduce(value, "sum")
+
+    def run(self) -> Refinement:
+        optimizer = torch.optim.Adam(_sized(self.student))
+        references = [self._outputs(self.teacher, part) for part in self.held.split(BATCH)]
+        start = best = self._held_out_distance(references)
+        state, kept_step = _copied(self.student), 0
+        checks = {round(self.steps * (number + 1) / CHECKS) for number in range(CHECKS)}
+        for step in range(1, self.steps + 1):
+            self._step(optimizer, step)
+            if step in checks:
+                now = self._held_out_distance(references)
+                log.info("refine: step %d of %d, distance on held-out images %.4g (start %.4g)", step, self.steps, now, start)
+                if now < best:
+                    best, state, kept_step = now, _copied(self.student), step
+        self.student.load_state_dict(state)
+        return Refinement(start, best, self.steps, kept_step)
+
+    def _step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        rate = STEP * min(1.0, step / (WARM_UP * self.steps)) * 0.5 * (1 + math.cos(math.pi * (step - 1) / self.steps))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["size"]
+        optimizer.zero_grad()
+        loss = self._loss(self._views(step))
+        if torch.isfinite(loss):
+            loss.backward()
+        self._share_gradients()
+        optimizer.step()
+
+    def _views(self, step: int) -> Tensor:
+        """Views of the images whose turn it is; every image comes once in each round."""
+        turns = max(1, len(self.images) // self.batch)
+        round_, turn = divmod(step - 1, turns)
+        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(self.seed + round_))
+        chosen = order[turn * self.batch : (turn + 1) * self.batch].to(self.device)
+        rank = 0 if self.accelerator is None else self.accelerator.process_index
+        views = random_views(self.images[chosen], seed=(self.seed * 1009 + rank) * 1_000_003 + step)
+        return views.contiguous(memory_format=torch.channels_last)
+
+    def _loss(self, images: Tensor) -> Tensor:
+        with torch.no_grad(), fast_passes(self.device), listen(self.teacher, self.taps) as theirs:
+            wanted = self.teacher(images)
+        with fast_passes(self.device), listen(self.student, self.taps) as ours:
+            made = self.student(images)
+        if self.logits:
+            log_p, log_q = (x.float().div(TEMPERATURE).log_softmax(1) for x in (wanted, made))
+            loss = F.kl_div(log_q, log_p, reduction="batchmean", log_target=True) * TEMPERATURE**2
+        else:
+            loss = output_distance(wanted, made, logits=False).mean()
+        for tap in self.taps:
+            wanted = theirs[tap.name]
+            if tap.name in self.channels:
+                wanted = wanted.index_select(*self.channels[tap.name])
+            wanted = wanted.float()
+            missed = (ours[tap.name].float() - wanted).square().mean() / wanted.var().clamp_min(1e-12)
+            loss = loss + INNER / len(self.taps) * missed
+        return loss
+
+    def _share_gradients(self) -> None:
+        """The mean over all processes, so that all make the same step."""
+        if self.accelerator is None or self.accelerator.num_processes == 1:
+            return
+        parameters = list(self.student.parameters())
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().float() for p in parameters])
+        flat = self.accelerator.reduce(flat, "mean")
+        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.reshape(parameter.shape).to(parameter.dtype)
+
+    def _held_out_distance(self, references: list) -> float:
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for reference, part in zip(references, self.held.split(BATCH), strict=True):
+            distances = output_distance(reference, self._outputs(self.student, part), self.logits)
+            sums += torch.stack([distances.double().sum(), torch.tensor(float(len(part)), device=self.device).double()])
+        total, count = self._add_up(sums)
+        return float(total / count)
+
+    def _outputs(self, model: nn.Module, images: Tensor):
+        with torch.no_grad():
+            return model(images)
+
+
+def _sized(student: nn.Module) -> list[dict]:
+    """Parameter groups with the size of what they hold; a bias is measured by the weight beside it."""
+    groups = []
+    for module in student.modules():
+        weight = getattr(module, "weight", None)
+        for parameter in module.parameters(recurse=False):
+            measured = weight if isinstance(weight, Tensor) else parameter
+            size = float(measured.detach().float().square().mean().sqrt()) if measured.numel() else 0.0
+            groups.append({"params": [parameter], "lr": 0.0, "size": max(size, 1e-4)})
+    seen: set[int] = set()  # shared parameters belong to several modules
+    return [g for g in groups if not (id(g["params"][0]) in seen or seen.add(id(g["params"][0])))]
+
+
+def _comparable_taps(student, teacher, kept, images) -> tuple[list[Tap], dict[str, tuple[int, Tensor]]]:
+    """The ends of blocks where both networks' maps can be compared, and which of the teacher's channels count there."""
+    if not find_blocks(student):
+        return [], {}
+    taps = find_taps(student, "blocks", images)
+    with torch.no_grad():
+        with listen(teacher, taps) as theirs:
+            teacher(images)
+        with listen(student, taps) as ours:
+            student(images)
+    usable, channels = [], {}
+    for tap in taps:
+        wide, slim = theirs.get(tap.name), ours.get(tap.name)
+        if wide is None or slim is None or wide.dim() != slim.dim():
+            continue
+        differing = [dim for dim in range(wide.dim()) if wide.shape[dim] != slim.shape[dim]]
+        if differing:
+            index = kept_at(teacher, tap.name, kept, wide.shape[differing[0]], slim.shape[differing[0]])
+            if len(differing) > 1 or index is None:
+                log.info("refine: the maps of %s can't be compared channel by channel, so they are left out", tap.name)
+                continue
+            channels[tap.name] = differing[0], index.to(images.device)
+        usable.append(tap)
+    return usable, channels
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return copy.deepcopy(model.state_dict())
+
+
+def fast_passes(device: torch.device) -> AbstractContextManager:
+    """bfloat16 where the device computes it faster than float32: twice as fast on the CPUs that have it.
+
+    Example:
+        >>> with fast_passes(torch.device("cpu")):
+        ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
+    """
+    if device.type == "cpu":
+        able = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    else:
+        able = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.autocast(device.type if able else "cpu", torch.bfloat16, enabled=able)
