@@ -101,7 +101,7 @@ def test_outputs_that_are_no_logits():
 @pytest.mark.parametrize(
     ("loader", "options", "words"),
     [
-        ([noise(7)], {}, "7 images and needs at least 8"),
+        ([noise(3)], {}, "3 images and needs at least 4"),
         ([], {}, "no images"),
         ([noise(16)], {"epochs": 0}, "epochs=0"),
         ([noise(16)], {"images": -1}, "images=-1"),

@@ -227,9 +227,9 @@ def test_the_ladder_meets_budgets(network, fraction):
     counts = {name: len(kept) for name, kept in result.keep.items()}
     for name, kept in result.keep.items():  # the units that go last stay
         assert kept.tolist() == sorted(curves[name].order[curves[name].size - counts[name] :].tolist())
-    amplitudes = {name: curves[name].hull()[count] for name, count in counts.items()}
-    lost = {name: amplitude**2 for name, amplitude in amplitudes.items()}
-    assert report.predicted_loss == pytest.approx(sum(amplitudes.values()) ** 2)  # amplitudes add up, losses do not
+    powers = {name: curves[name].hull()[count] for name, count in counts.items()}
+    lost = {name: power ** (1 / POWER) for name, power in powers.items()}
+    assert report.predicted_loss == pytest.approx(sum(powers.values()) ** (1 / POWER))
     assert report.group_losses == {
         name: pytest.approx(loss) for name, loss in lost.items() if name in report.group_losses
     }

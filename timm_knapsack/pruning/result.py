@@ -75,7 +75,7 @@ class PruneReport:
     input_size: tuple[int, ...]
     costs: tuple[CostLine, ...]
     layers: tuple[LayerLine, ...]
-    value: float  # importance kept; with value curves, minus the amplitude of the predicted loss
+    value: float  # importance kept; with value curves, minus a power of the predicted loss
     total_value: float  # importance of the whole network
     upper_bound: float  # what the knapsack could have kept at most, at the final widths' costs
     rounds: int

@@ -28,7 +28,7 @@ from ..slim.modes import eval_mode
 log = logging.getLogger(__name__)
 
 HELD_OUT = 8  # one in so many images decides which state is kept
-LEAST_IMAGES = 8
+LEAST_IMAGES = 4
 BATCH = 32
 EPOCHS = 16
 CHECKS = 8  # states on the way that are compared
@@ -120,7 +120,8 @@ class _Refining:
         self.student, self.teacher, self.accelerator, self.seed = student, teacher, accelerator, seed
         self.device = pixels.device
         held = torch.zeros(len(pixels), dtype=torch.bool)
-        held[HELD_OUT - 1 :: HELD_OUT] = True
+        every = min(HELD_OUT, len(pixels))
+        held[every - 1 :: every] = True
         fitted = pixels[~held]
         self.held = self._own(torch.cat([pixels[held], random_views(pixels[held], seed, share=1.0)]))
         self.images = self._own(fitted)
@@ -150,7 +151,7 @@ class _Refining:
             self._step(optimizer, step)
             if step in checks:
                 now = self._held_out_distance(references)
-                log.info("refine: step %d of %d, distance on held-out images %.4g (start %.4g)", step, self.steps, now, start)
+                log.info("refine: step %d of %d, held-out distance %.4g (start %.4g)", step, self.steps, now, start)
                 if now < best:
                     best, state, kept_step = now, _copied(self.student), step
         self.student.load_state_dict(state)

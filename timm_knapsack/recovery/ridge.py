@@ -47,6 +47,7 @@ class RidgeSums:
         self.layer = layer
         self.now = flat_weight(layer).double()
         self.halves = (_Sums(self.now), _Sums(self.now))
+        self._factors: dict[float, Tensor] = {}  # of the whole Gram matrix, which other targets leave as it is
 
     def add(self, x: Tensor, target: Tensor) -> None:
         """Inputs and targets (the layer's output without its bias), both [groups, positions, …], image by image."""
@@ -92,7 +93,7 @@ class RidgeSums:
         whole = _Normal(self.halves[0] + self.halves[1], self.now, shifts)
         if ridge is None:
             ridge = self._best_penalty(shifts)
-        change = whole.solve(ridge)
+        change = whole.solve(ridge, self._factors)
         if fixed is not None:
             change = change.masked_fill(fixed.reshape(change.shape[0], 1, -1), 0)
         shift = whole.shift(change)
@@ -167,13 +168,24 @@ class _Normal:
             self.cross = self.cross - self.mean_input.unsqueeze(2) * self.mean_residual.unsqueeze(1)
             self.residual -= float(self.mean_residual.square().sum())
 
-    def solve(self, ridge: float) -> Tensor:
-        """The change of the weights."""
+    def solve(self, ridge: float, factors: dict[float, Tensor] | None = None) -> Tensor:
+        """The change of the weights.
+
+        Args:
+            factors: Cholesky factors by penalty; looked up here, and added to.
+        """
         if math.isinf(ridge):
             return torch.zeros_like(self.cross)
-        diagonal = self.gram.diagonal(dim1=1, dim2=2)
-        penalty = ridge * diagonal.mean(1, keepdim=True).clamp_min(1e-12)
-        return torch.linalg.solve(self.gram + torch.diag_embed(penalty.expand_as(diagonal)), self.cross)
+        factors = {} if factors is None else factors
+        if ridge not in factors:
+            diagonal = self.gram.diagonal(dim1=1, dim2=2)
+            penalty = ridge * diagonal.mean(1, keepdim=True).clamp_min(1e-12)
+            damped = self.gram + torch.diag_embed(penalty.expand_as(diagonal))
+            factor, failed = torch.linalg.cholesky_ex(damped)
+            if failed.any():  # a singular Gram matrix and next to no penalty
+                return torch.linalg.solve(damped, self.cross)
+            factors[ridge] = factor
+        return torch.cholesky_solve(self.cross, factors[ridge])
 
     def gain(self, change: Tensor) -> float:
         """By how much a change of the weights changes the mean squared residual; below 0 where it helps."""

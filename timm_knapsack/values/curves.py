@@ -18,9 +18,10 @@ from .group_values import GroupValues, Ladder
 FORMAT = "timm-knapsack/values"
 TINY = 1e-12
 # Losses of several groups do not add up: errors of one layer run into the next, and what a whole network would absorb, a
-# network that is cut everywhere does not. Measured on joint cuts of four networks, amplitudes (square roots of the KL
-# divergence) add up much better than the losses themselves.
-POWER = 0.5
+# network that is cut everywhere does not. So powers of them are added up. Of 32 ways to cut ResNet-20 to half of its
+# MACs, 0.75 ranks the joint losses best (rank correlation 0.87, 0.83 with plain sums, 0.51 with square roots); with
+# 0.5 single layers are cut to almost nothing, which EfficientNet-Lite0 does not survive.
+POWER = 0.75
 SLOPES = (0.5, 3.0)  # exponents of the power law outside of the measured widths: nearly linear, never flat
 
 
@@ -68,7 +69,7 @@ class GroupCurve:
         return losses
 
     def hull(self) -> np.ndarray:
-        """[size + 1]: the least convex curve below the amplitudes, which the solver works on; 0 units are no choice."""
+        """[size + 1]: the least convex curve below the powers of the losses, which the solver works on."""
         losses = self.losses() ** POWER
         corners = [1]
         for n in range(2, self.size + 1):
@@ -102,11 +103,11 @@ class ValueCurves(dict, GroupValues):
         return f"ValueCurves({len(self)} groups of {self.model or 'a model'}, {self.samples} images)"
 
     def loss_of(self, value: float) -> float:
-        """Minus the value is a sum of amplitudes.
+        """Minus the value is a sum of powers of losses.
 
         Example:
-            >>> round(ValueCurves({}).loss_of(-0.3), 2)
-            0.09
+            >>> round(ValueCurves({}).loss_of(-(0.2**POWER)), 2)
+            0.2
         """
         return max(-value, 0.0) ** (1 / POWER)
 
@@ -130,7 +131,7 @@ class ValueCurves(dict, GroupValues):
         return self
 
     def ladder(self, group: ChannelGroup) -> Ladder:
-        """The value of n units is minus the amplitude of what is lost with them; made concave, as the solver needs it."""
+        """The value of n units is minus a power of what is lost with them, made concave, as the solver needs it."""
         curve = self[group.name]
         return Ladder(np.arange(1, group.size + 1), -curve.hull()[1:], curve.order[::-1].copy())
 
