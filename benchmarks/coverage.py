@@ -29,6 +29,7 @@ FIELDS = [
     "module",
     "groups",
     "removable",
+    "verified",
     "macs_left",
     "oracle",
     "exact_groups",
@@ -66,6 +67,7 @@ def check(name: str) -> dict:
     full = groups.macs()
     least = groups.macs([1] * len(groups))
     row.update(groups=len(groups), removable=round(1 - least / full, 4), frozen_layers=len(groups.frozen))
+    row["verified"] = groups.verified + (f" ({groups.verified_note})" if groups.verified_note else "")
     row["frozen_why"] = "; ".join(sorted({r for r in groups.frozen.values() if r != "the model's output"})[:3])[:400]
     shape = example_input(model)
     failures = []
