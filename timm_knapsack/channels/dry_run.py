@@ -47,11 +47,11 @@ class ShapeCheck:
         try:
             slim = slice_model(self.shadow, self.groups, keep)
             trace = run_trace(slim, self.inputs, follow_maps=False)
+            if trace.output_shapes != self._expected:
+                return ValueError(f"the output becomes {trace.output_shapes} instead of {self._expected}")
+            return self._wrong_tie(trace, keep) or self._wrong_macs(trace, keep)
         except Exception as error:  # whatever a foreign model raises: the group is left alone and the reason said
             return error
-        if trace.output_shapes != self._expected:
-            return ValueError(f"the output becomes {trace.output_shapes} instead of {self._expected}")
-        return self._wrong_tie(trace, keep) or self._wrong_macs(trace, keep)
 
     def _wrong_tie(self, trace: Trace, keep) -> Exception | None:
         """A tie between channels that are not one unit in the full model, or a part that holds others than there."""

@@ -16,6 +16,7 @@ def find_channel_groups(model: nn.Module, example_inputs=None, *, verify: str | 
     """Find which channels of a model must be removed together, and which can't be removed.
 
     The model itself is not touched and not run: a copy runs on the meta device, and one with random weights on the CPU.
+    Forward hooks are copied with it, and called.
 
     Args:
         example_inputs: a tensor (or tuple of them) the model can be called with; by default one image of the size in
@@ -48,8 +49,13 @@ def find_channel_groups(model: nn.Module, example_inputs=None, *, verify: str | 
     if example_inputs is None:
         example_inputs = torch.empty(example_input(model), device="meta", dtype=example_dtype(model))
     shadow, inputs, trace = _shadow(model, example_inputs)
-    groups = groups_of(model, shadow, trace, inputs)
-    return groups if way == "none" else verified(groups, model, shadow, inputs, trace, way)
+    try:
+        groups = groups_of(model, shadow, trace, inputs)
+        return groups if way == "none" else verified(groups, model, shadow, inputs, trace, way)
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(f"the channels of {type(model).__name__} can't be grouped: {first_line(error)}") from error
 
 
 def _shadow(model: nn.Module, example_inputs) -> tuple[nn.Module, tuple, Trace]:

@@ -29,7 +29,7 @@ class Assumptions:
 
     Attributes:
         bound_classes: modules of these classes read widths off their inputs or attributes: these sizes are tied.
-        only_whole_heads: in such modules too, heads go whole or not at all.
+        only_whole_heads: in such modules too, heads go whole or not at all; of their numbers those of the input count.
     """
 
     bound_classes: frozenset[str] = frozenset()
@@ -166,7 +166,7 @@ class Trace(TorchDispatchMode):
 
     def _bound_sizes(self, module: nn.Module, inputs) -> dict[int, tuple | None]:
         """Sizes a module's code may read off its inputs' channel dims, or off one attribute for several layers."""
-        sizes = dict.fromkeys(channel_numbers(module))
+        sizes = {} if self.labels.only_whole_heads else dict.fromkeys(channel_numbers(module))
         for tensor in self.tensors(inputs, {}):
             for dim in self(tensor).dims:
                 if any(axis.labels is not None and not axis.uniform for axis in dim) and not sizes.get(size_of(dim)):
