@@ -1,8 +1,8 @@
 """What a full-size network gives when some channels are zero and norms see only the others: what a slim one must give.
 
-Setting a removed unit's weights to zero is the same as removing it, but where channels meet: a norm, a softmax or a mean
-over channels counts the zeros. So a masked network runs under `SurvivorsOnly`: labels follow its ops as in any trace, and
-an op that combines channels is given those that are left, by their positions in its input.
+Setting a removed unit's weights to zero is the same as removing it, but where channels meet: a norm, a softmax or a
+mean over channels counts the zeros. So a masked network runs under `SurvivorsOnly`: labels follow its ops as in any
+trace, and an op that combines channels is given those that are left, by their positions in its input.
 """
 
 from collections.abc import Callable

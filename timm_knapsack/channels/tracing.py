@@ -204,9 +204,7 @@ def _taken_apart():
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def run_trace(
-    model: nn.Module, inputs: tuple, assuming: Assumptions | None = None, follow_maps: bool = True
-) -> Trace:
+def run_trace(model: nn.Module, inputs: tuple, assuming: Assumptions | None = None, follow_maps: bool = True) -> Trace:
     """Run the model once; the trace holds all that was learnt."""
     return run_under(Trace(model, assuming, follow_maps), model, inputs)
 

@@ -8,6 +8,7 @@ survivors only (`survivors`), so that such groups are no exception.
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -28,18 +29,16 @@ TOLERANCE = 1e-5
 # How many times units are drawn, and so how many forward passes of each network are compared.
 DRAWS = 3
 
-# Above these the check takes seconds, or gigabytes (it holds three copies in float64): shapes must do.
+# Above these the check takes minutes, or gigabytes (it holds three copies in float64): shapes must do.
 MOST_MACS = 30e9
 MOST_PARAMETERS = 200e6
+
+# Below this two images are compared instead of one.
 CHEAP_MACS = 1e9
 
 
 class NoValues(Exception):
     """The network's values can't be compared, with the reason."""
-
-
-class OtherValues(Exception):
-    """The slim network's outputs are not those of the masked one."""
 
 
 def too_large(groups: ChannelGroups) -> str:
@@ -60,7 +59,7 @@ class ValueCheck:
     """
 
     draws = range(DRAWS)
-    words = "values without some of its channels"
+    words = "without some of its channels the network computes something else"
 
     def __init__(self, groups: ChannelGroups, model: nn.Module, inputs: tuple, assuming: Assumptions):
         self.groups, self.assuming = groups, assuming
@@ -69,17 +68,12 @@ class ValueCheck:
         self.live = live_copy(model, owned, torch.float64)
         self._labels: tuple[dict, np.ndarray] | None = None
         self.exempt: dict[int, str] = {}  # groups whose values can't be compared, with why
-        _must_tell(self._start(inputs))
-
-    def _start(self, inputs: tuple) -> list[Tensor]:
-        """Two images where that is cheap: code may take a batch of one for something else. The outputs."""
-        for batch in (2, 1) if self.groups.macs() <= CHEAP_MACS else (1,):
-            self.inputs = _random_inputs(inputs, batch)
-            try:
-                return _run(self.live, self.inputs)
-            except Exception as error:
-                problem = error
-        raise NoValues(f"it does not run with random weights in float64: {first_line(problem)}")
+        self.inputs = _random_inputs(inputs, 1)
+        if groups.macs() <= CHEAP_MACS:  # code may take a batch of one for something else
+            pair = _random_inputs(inputs, 2)
+            with suppress(Exception):  # whatever it raises: it takes single images, then
+                _run(self.live, pair)
+                self.inputs = pair
 
     def failure(self, chosen: Sequence[int], draw: int) -> Exception | None:
         """What differs when some units of the chosen groups are removed; None where nothing does."""
@@ -92,6 +86,8 @@ class ValueCheck:
                 break
             except CannotFollow as error:
                 self._exempt(error)
+            except Exception as error:
+                raise NoValues(f"it does not run with random weights in float64: {first_line(error)}") from error
         _must_tell(expected)
         try:
             outputs = _run(slice_model(self.live, self.groups, keep), self.inputs)
@@ -102,9 +98,7 @@ class ValueCheck:
             return None
         if _difference(_run(self.live, self.inputs, seed=1), _run(self.live, self.inputs, seed=2)) > TOLERANCE:
             raise NoValues("its outputs are random")
-        return OtherValues(
-            f"what is left computes something else than before: outputs differ by {100 * difference:.2g} %"
-        )
+        return ValueError(f"outputs differ by {100 * difference:.2g} % from those with zeros in their place")
 
     def _expected(self, keep) -> list[Tensor]:
         masked = mask_model(self.live, self.groups, keep)

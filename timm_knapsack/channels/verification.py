@@ -50,7 +50,8 @@ def verified(
         return result
     except NoValues as error:
         if way == "values":
-            raise TraceError(f"the values of {type(model).__name__} can't be compared: {error}; verify='shapes'") from None
+            name = type(model).__name__
+            raise TraceError(f"the values of {name} can't be compared: {error}; pass verify='shapes'") from None
         return replace(fitting, verified="shapes", verified_note=str(error))
 
 

@@ -1,8 +1,8 @@
 """A grammar of small networks whose code does something with channels that shapes alone don't show.
 
-`tricky_net(seed)` draws one: a stem, two to four tricks in a row (cuts at literal places, shuffles, arithmetic on widths,
-in-place ops on parts, attention, norms, hooks, …) with ordinary layers between them, and a head. Some tricks can be
-pruned through, others must be frozen; which is which is not said here: the oracle decides.
+`tricky_net(seed)` draws one: a stem, one to three tricks in a row (cuts at literal places, shuffles, arithmetic on
+widths, in-place ops on parts, attention, norms, hooks, …), ordinary layers between them, and a head. Some tricks can
+be pruned through, others must be frozen; which is which is not said here: the oracle decides.
 """
 
 import random
@@ -22,14 +22,24 @@ def trick(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class Trick(nn.Module):
-    """Maps [B, width, H, W] to the same shape. ``draw`` chooses among its variants."""
+    """Maps [B, width, H, W] to the same shape. ``draw`` chooses among its variants.
+
+    ``combines`` names the variants in which values of different channels meet other than in a product with weights:
+    there, zero is not the same as removed.
+    """
+
+    combines: tuple = ()
 
     def __init__(self, width: int, draw: random.Random):
         super().__init__()
         self.build(width, draw)
 
     def build(self, width: int, draw: random.Random) -> None:
-        pass
+        """Most tricks have a variant, some have layers."""
+
+    @property
+    def zero_is_removed(self) -> bool:
+        return getattr(self, "_variant", None) not in self.combines
 
 
 def pick(module: nn.Module, draw: random.Random, *variants) -> None:
@@ -43,6 +53,8 @@ def pick(module: nn.Module, draw: random.Random, *variants) -> None:
 @trick
 class LiteralTail(Trick):
     """The code holds the place of the cut: ``x[:, 8:]``."""
+
+    combines = ("mean",)
 
     def build(self, width, draw):
         self._at = draw.choice([1, 2, width // 4, width // 2, width - 2, width - 1, -2, -(width // 2)])
@@ -93,6 +105,8 @@ class AddsToTail(Trick):
 
 @trick
 class LiteralSplit(Trick):
+    combines = ("summed",)
+
     def build(self, width, draw):
         self._part = draw.choice([2, 4, width // 2])
         pick(self, draw, "weighted", "reversed", "first", "summed")
@@ -143,6 +157,8 @@ class Half(Trick):
 
 @trick
 class Picked(Trick):
+    combines = ("one", "list", "sorted")
+
     def build(self, width, draw):
         self._index = draw.randrange(width)
         pick(self, draw, "one", "every other", "list", "flipped", "sorted", "rolled")
@@ -193,6 +209,8 @@ class Shuffle(Trick):
 
 @trick
 class GroupsOfChannels(Trick):
+    combines = ("maximum", "normalised", "first")
+
     def build(self, width, draw):
         self._groups = draw.choice([2, 4])
         pick(self, draw, "weighted", "maximum", "normalised", "first")
@@ -216,6 +234,8 @@ class GroupsOfChannels(Trick):
 
 @trick
 class WidthAsNumber(Trick):
+    combines = ("sum",)
+
     def build(self, width, draw):
         self.width = width
         pick(self, draw, "scale", "exactly", "more than", "odd", "attribute", "filled", "sum", "numel")
@@ -244,6 +264,8 @@ class WidthAsNumber(Trick):
 class Ramp(Trick):
     """Numbers that depend on a channel's position."""
 
+    combines = ("cumsum",)
+
     def build(self, width, draw):
         pick(self, draw, "arange", "linspace", "cumsum", "eye")
 
@@ -265,6 +287,8 @@ class Ramp(Trick):
 
 @trick
 class Attention(Trick):
+    combines = ("fused", "scaled by its width", "scaled by a number", "cosine")
+
     def build(self, width, draw):
         heads = draw.choice([2, 4])
         self.num_heads = heads
@@ -274,7 +298,7 @@ class Attention(Trick):
 
     def forward(self, x):
         tokens = x.flatten(2).transpose(1, 2)
-        batch, count, width = tokens.shape
+        batch, count, _ = tokens.shape
         qkv = self.qkv(tokens).reshape(batch, count, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         if self._variant == "fused":
@@ -290,6 +314,8 @@ class Attention(Trick):
 
 @trick
 class TorchAttention(Trick):
+    combines = (True, False)
+
     def build(self, width, draw):
         self.attn = nn.MultiheadAttention(width, draw.choice([2, 4]), batch_first=draw.random() < 0.7)
         pick(self, draw, True, False)
@@ -302,6 +328,10 @@ class TorchAttention(Trick):
 
 @trick
 class Normed(Trick):
+    """Norms over channels; with ``stand_in`` something that treats each channel alone, so that zero is removed."""
+
+    stand_in = False
+
     def build(self, width, draw):
         kinds = {
             "layer": lambda: nn.LayerNorm(width),
@@ -317,6 +347,10 @@ class Normed(Trick):
         self.norm = kinds[self._variant]()
 
     def forward(self, x):
+        if Normed.stand_in:
+            weight, bias = (getattr(self.norm, name, None) for name in ("weight", "bias"))
+            x = x.tanh() if weight is None else x * weight.view(1, -1, 1, 1)
+            return x if bias is None else x + bias.view(1, -1, 1, 1)
         if self._variant in ("layer", "plain layer", "rms"):
             return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         return F.normalize(x, dim=1) if self._variant == "unit" else self.norm(x)
@@ -365,7 +399,8 @@ class Gate(Trick):
 class Residual(Trick):
     def build(self, width, draw):
         inner = draw.choice([5, 6, width])
-        self.first, self.norm, self.second = nn.Conv2d(width, inner, 1), nn.BatchNorm2d(inner), nn.Conv2d(inner, width, 1)
+        self.first, self.norm = nn.Conv2d(width, inner, 1), nn.BatchNorm2d(inner)
+        self.second = nn.Conv2d(inner, width, 1)
 
     def forward(self, x):
         return x + self.second(self.norm(self.first(x)).relu())
@@ -402,10 +437,12 @@ class TrickyNet(nn.Module):
     def forward(self, x):
         return self.fc(self.layers(self.stem(x)).mean((2, 3)))
 
+    @property
+    def tricks(self) -> list[Trick]:
+        return [layer for layer in self.layers if isinstance(layer, Trick)]
+
     def __str__(self):
-        return " → ".join(
-            f"{type(layer).__name__}({getattr(layer, '_variant', '')})" for layer in self.layers if isinstance(layer, Trick)
-        )
+        return " → ".join(f"{type(layer).__name__}({getattr(layer, '_variant', '')})" for layer in self.tricks)
 
 
 def tricky_net(seed: int) -> TrickyNet:
