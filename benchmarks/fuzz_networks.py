@@ -95,6 +95,8 @@ def main() -> int:
         if not difference <= TOLERANCE:
             wrong += 1
             print(f"seed {seed}: {net}: differs by {difference:.2g}; {groups.by_name}", flush=True)
+        if (seed - args.first) % 100 == 99:
+            print(f"{seed - args.first + 1} networks, {wrong} silently different", file=sys.stderr, flush=True)
     print(f"tricks drawn: {', '.join(f'{name} {count}' for name, count in sorted(tricks.items()))}")
     print(f"verified: {', '.join(f'{way} {count}' for way, count in how.items())}; {found} groups in {pruned} networks")
     print(

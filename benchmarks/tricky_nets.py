@@ -347,7 +347,7 @@ class Normed(Trick):
         self.norm = kinds[self._variant]()
 
     def forward(self, x):
-        if Normed.stand_in:
+        if Normed.stand_in and self._variant not in ("batch", "instance"):  # these treat each channel alone anyway
             weight, bias = (getattr(self.norm, name, None) for name in ("weight", "bias"))
             x = x.tanh() if weight is None else x * weight.view(1, -1, 1, 1)
             return x if bias is None else x + bias.view(1, -1, 1, 1)

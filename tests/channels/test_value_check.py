@@ -135,7 +135,7 @@ def test_what_survivors_give_is_what_the_slim_network_gives(name):
     model = seeded(net.build())
     groups = tk.find_channel_groups(model, torch.empty(net.shape))
     check = value_check.ValueCheck(groups, model, (torch.empty(net.shape),), Assumptions())
-    keep = {group.name: range(1, group.size) for group in groups if group.crosses_norm}
+    keep = {group.name: [0, *range(2, group.size)] for group in groups if group.crosses_norm}
     expected = check._expected(keep)
     slim = value_check._run(slice_model(check.live, groups, keep), check.inputs)
     zeros = value_check._run(value_check.mask_model(check.live, groups, keep), check.inputs)
@@ -248,7 +248,13 @@ def test_no_verification_says_so_and_other_words_are_refused():
 
 class Noisy(PlainChain):
     def features(self, x):
-        return super().features(x + torch.rand_like(x)) * (1 + torch.rand(5, 1, 1, dtype=x.dtype, device=x.device))
+        x = self.conv1(x)
+        return self.conv2(self.bn1(x + torch.rand_like(x)).relu())
+
+
+class HalfPrecision(PlainChain):
+    def features(self, x):
+        return super().features(x).bfloat16().to(x.dtype)
 
 
 class NotFinite(PlainChain):
@@ -262,6 +268,44 @@ def test_networks_whose_values_say_nothing(build, why):
     assert groups.verified == "shapes" and why in groups.verified_note
     with pytest.raises(TraceError, match=rf"{build.__name__} can't be compared: .*{why}.*; pass verify='shapes'"):
         tk.find_channel_groups(build(), torch.empty(SHAPE), verify="values")
+
+
+def test_half_precision_proves_too_little():
+    groups = tk.find_channel_groups(HalfPrecision(), torch.empty(SHAPE))
+    check = value_check.ValueCheck(groups, HalfPrecision(), (torch.empty(SHAPE),), Assumptions())
+    with pytest.raises(value_check.NoValues, match="with a precision of 8e-03"):
+        check._rounding()
+
+
+class PartlySingle(PlainChain):
+    """Rounding in single precision is no mistake, but one that it could hide is."""
+
+    def features(self, x):
+        x = self.bn1(self.conv1(x).float().exp().log().to(x.dtype))
+        return self.conv2((x.float().softmax(2).to(x.dtype) * 5).relu()).relu()
+
+
+def test_rounding_is_no_mistake():
+    groups = tk.find_channel_groups(PartlySingle(), torch.empty(SHAPE))
+    assert groups.verified == "values" and {g.name: g.size for g in groups} == {"conv1": 6, "conv2": 5}
+
+
+class HiddenByANorm(PlainChain):
+    """Twice as large or not makes no difference behind the norm of each map, but for its eps."""
+
+    def features(self, x):
+        x = self.conv1(x)
+        x = torch.cat([x[:, : x.shape[1] // 2] * 2, x[:, x.shape[1] // 2 :]], 1)
+        return self.conv2(nn.functional.instance_norm(x)).relu()
+
+
+def test_a_mistake_that_a_norm_hides_but_for_a_millionth_is_seen():
+    groups = tk.find_channel_groups(HiddenByANorm(), torch.empty(SHAPE))
+    net = seeded(HiddenByANorm())
+    for seed in range(4):
+        assert slim_differs_from_masked(net, groups, random_keep(groups, seed), SHAPE) < TOLERANCE
+    shapes = tk.find_channel_groups(net, torch.empty(SHAPE), verify="shapes")
+    assert 0 < slim_differs_from_masked(net, shapes, {"conv1": [1]}, SHAPE) < 1e-4
 
 
 def test_nothing_of_the_caller_is_touched():
@@ -287,10 +331,29 @@ def test_only_trace_errors_leave_it(monkeypatch):
 def test_the_units_drawn_show_what_they_should(size, crosses):
     group = tk.find_channel_groups(Tricky(TRICKS["nothing"][0]), torch.empty(SHAPE), verify=False)["conv1"]
     group = type(group)("g", size, group.slices, crosses_norm=crosses)
-    first, many, few = (value_check.drawn_units(group, draw) for draw in range(3))
+    some, many, few = (value_check.drawn_units(group, how) for how in value_check.WAYS_TO_DRAW)
     least = min(2 if crosses else 1, size - 1)
-    for units in (first, many, few):
-        assert least <= len(set(units)) == len(units) < size and units == sorted(units)
-    assert 0 not in first and (size - 1 not in first or size <= 3) and 0 in many
-    assert len(few) <= max(least, size // 4)
-    assert size <= 4 or (len(first) - len(many)) % 2 == 1 and len(many) >= size - 2
+    for units in (some, many, few):
+        assert least <= len(set(units)) == len(units) and units == sorted(units)
+        assert 0 <= units[0] and units[-1] < size
+    assert 0 not in some and (size - 1 not in some or size <= 3) and 0 in many
+    assert len(few) <= max(least, size // 5)
+    assert (len(many) == 2) if size == 2 else (size - 2 <= len(many) < size)
+    assert size <= 4 or (len(some) - len(many)) % 2 == 1
+
+
+class Halves(PlainChain):
+    """The cut is right as long as both halves lose as many."""
+
+    def features(self, x):
+        x = self.conv1(x)
+        half = x.shape[1] // 2
+        return self.conv2(torch.cat([x[:, :half] * 2, x[:, half:]], 1)).relu()
+
+
+def test_neighbours_lose_different_numbers():
+    groups = tk.find_channel_groups(Halves(), torch.empty(SHAPE))
+    assert sum(g.size for g in groups if g.name.startswith("conv1")) < 6
+    net = seeded(Halves())
+    for seed in range(4):
+        assert slim_differs_from_masked(net, groups, random_keep(groups, seed), SHAPE) < TOLERANCE

@@ -13,6 +13,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ..errors import first_line
@@ -23,11 +24,12 @@ from .live_weights import live_copy
 from .survivors import CannotFollow, SurvivorsOnly
 from .tracing import Assumptions, run_trace, run_under
 
-# A mistake moves the outputs by percents, rounding in float64 by 1e-14; some networks compute parts in float32.
-TOLERANCE = 1e-5
+# Relative. Rounding in float64 moves outputs by 1e-14; a mistake by percents, but a norm may hide most of one.
+TOLERANCE = 1e-9
 
-# How many times units are drawn, and so how many forward passes of each network are compared.
-DRAWS = 3
+# Ways to draw units. Each group is drawn in each way, neighbours in different ones at a time: where two parts meet, an
+# equal loss of both could hide that the place between them is calculated.
+WAYS_TO_DRAW = ("some", "many", "few")
 
 # Above these the check takes minutes, or gigabytes (it holds three copies in float64): shapes must do.
 MOST_MACS = 30e9
@@ -58,7 +60,7 @@ class ValueCheck:
         assuming: what the trace that found the groups assumed.
     """
 
-    draws = range(DRAWS)
+    draws = range(len(WAYS_TO_DRAW))
     words = "without some of its channels the network computes something else"
 
     def __init__(self, groups: ChannelGroups, model: nn.Module, inputs: tuple, assuming: Assumptions):
@@ -78,7 +80,11 @@ class ValueCheck:
     def failure(self, chosen: Sequence[int], draw: int) -> Exception | None:
         """What differs when some units of the chosen groups are removed; None where nothing does."""
         while True:
-            keep = {self.groups[i].name: drawn_units(self.groups[i], draw) for i in chosen if i not in self.exempt}
+            keep = {
+                self.groups[i].name: drawn_units(self.groups[i], WAYS_TO_DRAW[(draw + i) % len(WAYS_TO_DRAW)])
+                for i in chosen
+                if i not in self.exempt
+            }
             if not keep:
                 return None
             try:
@@ -94,11 +100,19 @@ class ValueCheck:
         except Exception as error:  # whatever a foreign model raises: the group is left alone and the reason said
             return error
         difference = _difference(outputs, expected)
-        if difference <= TOLERANCE:
+        if difference <= TOLERANCE or difference <= self._rounding():
             return None
-        if _difference(_run(self.live, self.inputs, seed=1), _run(self.live, self.inputs, seed=2)) > TOLERANCE:
+        if _difference(_run(self.live, self.inputs, seed=1), _run(self.live, self.inputs, seed=2)) > 0:
             raise NoValues("its outputs are random")
         return ValueError(f"outputs differ by {100 * difference:.2g} % from those with zeros in their place")
+
+    def _rounding(self) -> float:
+        """How far rounding may move the outputs: more than that of float64, where code asks for another dtype."""
+        with _LowestPrecision() as seen:
+            _run(self.live, self.inputs)
+        if seen.eps > 1e-5:
+            raise NoValues(f"parts of it are computed with a precision of {seen.eps:.0e}")
+        return 100 * seen.eps
 
     def _expected(self, keep) -> list[Tensor]:
         masked = mask_model(self.live, self.groups, keep)
@@ -131,22 +145,35 @@ class ValueCheck:
             raise NoValues(str(error))
 
 
-def drawn_units(group: ChannelGroup, draw: int) -> list[int]:
-    """Units to keep: one draw drops the first and the last, one keeps the first and nearly all, one hardly any.
+class _LowestPrecision(TorchDispatchMode):
+    """Notes the coarsest dtype that an op gives."""
 
-    A cut at a literal place shows where a unit before it is gone; code that asks for a width's parity where the first
-    two draws differ in it; code that asks for more than so many channels where most of them are there.
+    eps = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for y in tree_flatten(result)[0]:
+            if isinstance(y, Tensor) and y.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(y.dtype).eps)
+        return result
+
+
+def drawn_units(group: ChannelGroup, how: str) -> list[int]:
+    """Units to keep: "some", without the first and the last; "many", the first among them; or "few".
+
+    A cut at a literal place shows where a unit before it is gone; code that asks for a width's parity where some and many
+    differ in it; code that asks for more than so many channels where many are there.
     """
-    choose = random.Random(f"{draw} {group.name}")
+    choose = random.Random(f"{how} {group.name}")
     size, least = group.size, min(2 if group.crosses_norm else 1, group.size - 1)
     inside = range(1, size - 1) if size - 2 >= least else range(1, size)
     middle = random.Random(group.name).randint(max(least, len(inside) // 3), max(least, len(inside) * 3 // 4))
-    if draw == 0:
+    if how == "some":
         return sorted(choose.sample(inside, middle))
-    if draw == 1:
-        count = size - 1 if (size - 1 - middle) % 2 else max(least, size - 2)
-        return [0, *sorted(choose.sample(range(1, size), count - 1))]
-    return sorted(choose.sample(range(size), min(size - 1, choose.randint(least, max(least, size // 5)))))
+    if how == "many":
+        count = size - 1 if (size - 1 - middle) % 2 or size == 3 else size - 2
+        return [0, *sorted(choose.sample(range(1, size), count - 1))] if size > 2 else [0, 1]
+    return sorted(choose.sample(range(size), choose.randint(least, max(least, size // 5))))
 
 
 def _random_inputs(inputs: tuple, batch: int) -> tuple:

@@ -41,18 +41,26 @@ def verified(
         return replace(fitting, verified="shapes", verified_note=why_not)
     try:
         result = _equal(fitting, model, inputs, assuming)
-        if len(result) < len(fitting) and assuming.bound_classes:
-            # Where the width of a head counts, as in nn.MultiheadAttention, whole heads can go with their channels.
-            assuming = replace(assuming, only_whole_heads=True)
-            trace = run_trace(shadow, inputs, assuming)
-            heads = _surviving(ShapeCheck(groups_of(model, shadow, trace, inputs), shadow, inputs, trace))
-            result = _freer(_equal(heads, model, inputs, assuming), result)
+        if assuming.bound_classes:
+            result = _by_whole_heads(result, model, shadow, inputs, assuming)
         return result
     except NoValues as error:
         if way == "values":
             name = type(model).__name__
             raise TraceError(f"the values of {name} can't be compared: {error}; pass verify='shapes'") from None
         return replace(fitting, verified="shapes", verified_note=str(error))
+
+
+def _by_whole_heads(result, model, shadow, inputs, assuming: Assumptions) -> ChannelGroups:
+    """Where code that reads widths had to be frozen, as nn.MultiheadAttention, which scales by the width of a head,
+    whole heads may go with their channels of the stream."""
+    assuming = replace(assuming, only_whole_heads=True)
+    trace = run_trace(shadow, inputs, assuming)
+    groups = groups_of(model, shadow, trace, inputs)
+    if len(groups.frozen) >= len(result.frozen):
+        return result
+    fitting = _surviving(ShapeCheck(groups, shadow, inputs, trace))
+    return _freer(_equal(fitting, model, inputs, assuming), result)
 
 
 def _fitting(groups, model, shadow, inputs, trace) -> tuple[ChannelGroups, Assumptions]:
