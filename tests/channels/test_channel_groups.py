@@ -186,8 +186,8 @@ def test_timm_models_say_their_own_input_size():
     with torch.device("meta"):
         model = timm.create_model("resnet18", in_chans=1)
         image_size = timm.create_model("vit_tiny_patch16_224", img_size=64)
-    assert tk.find_channel_groups(model).input_shape == (1, 1, 224, 224)
-    assert tk.find_channel_groups(image_size).input_shape == (1, 3, 64, 64)
+    assert tk.find_channel_groups(model, verify="none").input_shape == (1, 1, 224, 224)
+    assert tk.find_channel_groups(image_size, verify="none").input_shape == (1, 3, 64, 64)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

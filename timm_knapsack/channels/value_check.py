@@ -161,8 +161,8 @@ class _LowestPrecision(TorchDispatchMode):
 def drawn_units(group: ChannelGroup, how: str) -> list[int]:
     """Units to keep: "some", without the first and the last; "many", the first among them; or "few".
 
-    A cut at a literal place shows where a unit before it is gone; code that asks for a width's parity where some and many
-    differ in it; code that asks for more than so many channels where many are there.
+    A cut at a literal place shows where a unit before it is gone; code that asks for a width's parity where some and
+    many differ in it; code that asks for more than so many channels where many are there.
     """
     choose = random.Random(f"{how} {group.name}")
     size, least = group.size, min(2 if group.crosses_norm else 1, group.size - 1)
