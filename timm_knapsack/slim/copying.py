@@ -38,7 +38,9 @@ def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
         memo[id(tensor)] = new
     for module in model.modules():
         for name, value in vars(module).items():
-            if name in _OTHER_HOOKS:
+            if name in _FORWARD_HOOKS:
+                memo[id(value)] = OrderedDict()  # filled below, when all modules have their copies
+            elif name in _OTHER_HOOKS:
                 if value:
                     memo[id(value)] = _lasting_hooks(value)  # not copied at all: they may hold anything
             elif not name.startswith("_"):  # plain tensor attributes, and caches of them, go where the parameters go
@@ -47,6 +49,11 @@ def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
                     if isinstance(tensor, Tensor) and id(tensor) not in memo:
                         memo[id(tensor)] = replace(name, tensor)
     result = _copied(model, memo)
+    for module in model.modules():
+        for name in _FORWARD_HOOKS:
+            hooks = vars(module).get(name, {})
+            for key, hook in hooks.items():
+                memo[id(hooks)][key] = _copied_hook(hook, memo)
     with modes_kept(result):
         result.train()  # modules that cache something for inference (attention biases) drop it here
     return result
@@ -71,8 +78,6 @@ def _copied(module: nn.Module, memo: dict) -> nn.Module:
             state[name] = value
         elif isinstance(value, dict) and not value:
             state[name] = memo.get(id(value), type(value)())
-        elif name in _FORWARD_HOOKS:
-            state[name] = OrderedDict((key, _copied_hook(hook, memo)) for key, hook in value.items())
         else:
             state[name] = copy.deepcopy(value, memo)
     return new
