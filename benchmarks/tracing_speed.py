@@ -6,9 +6,9 @@ Torch-Pruning is no dependency of ours; give it a folder of its own:
     PYTHONPATH=/some/folder python benchmarks/tracing_speed.py | tee benchmarks/results/tracing_speed.txt
 
 CPU time on one thread; the four ways take turns, the first turn warms up, medians of the others. "trace" is
-find_channel_groups(verify="none"), "+ shapes" also removes channels from every group on the meta device, "+ values", the
-default, then compares outputs in float64; build_dependency runs the model forward and backward, and does not verify.
-Groups are not the same thing in both.
+find_channel_groups(verify="none"), "+ shapes" also removes channels from every group on the meta device, "+ values",
+the default, then compares outputs in float64; build_dependency runs the model forward and backward, and does not
+verify. Groups are not the same thing in both.
 """
 
 import argparse
@@ -61,7 +61,8 @@ def main() -> int:
                     seconds[way].append(time.process_time() - start)
         trace, shapes, values, theirs = (statistics.median(times) for times in seconds.values())
         slower += trace > theirs
-        print(f"{name:<26}{trace:>8.3f}{shapes:>10.3f}{values:>10.3f}{theirs:>15.3f}{theirs / trace:>14.2f}", flush=True)
+        print(f"{name:<26}{trace:>8.3f}{shapes:>10.3f}{values:>10.3f}", end="")
+        print(f"{theirs:>15.3f}{theirs / trace:>14.2f}", flush=True)
     return int(slower > 0)
 
 

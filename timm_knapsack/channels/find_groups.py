@@ -24,7 +24,7 @@ def find_channel_groups(model: nn.Module, example_inputs=None, *, verify: str | 
         verify: how every group is tried; one that fails is frozen, with the reason.
             "shapes" removes units on the meta device: shapes, ties and MACs must fit.
             "values" also runs copies with random weights, with units removed and with zeros in their place: the
-            outputs must agree. It takes six forward passes of an image in float64, where valuing channels takes hundreds.
+            outputs must agree. It takes six forward passes of one image in float64; valuing channels takes hundreds.
             "auto" (the default, or True) compares values up to 30 G MACs and 200 M parameters, shapes alone beyond;
             ``groups.verified`` says which. "none" (or False) trusts the trace.
 
