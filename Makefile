@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-fast test-browser lint sweep clean
+.PHONY: quickstart test test-fast test-browser lint sweep fuzz-networks clean
 
 quickstart: $(READY)
 	$(BIN)/timm-knapsack quickstart
@@ -27,6 +27,10 @@ lint: $(READY)
 # Every timm family through trace, prune, oracle, round trip: writes benchmarks/coverage.csv and docs/coverage.md.
 sweep: $(READY)
 	$(BIN)/python benchmarks/coverage.py $(if $(MODELS),--models $(MODELS))
+
+# Random networks from a grammar of tricks, pruned and compared with the masked ones: 2000, or COUNT.
+fuzz-networks: $(READY)
+	$(BIN)/python benchmarks/fuzz_networks.py $(if $(COUNT),--count $(COUNT))
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -29,6 +29,7 @@ FIELDS = [
     "module",
     "groups",
     "removable",
+    "verified",
     "macs_left",
     "oracle",
     "exact_groups",
@@ -66,6 +67,7 @@ def check(name: str) -> dict:
     full = groups.macs()
     least = groups.macs([1] * len(groups))
     row.update(groups=len(groups), removable=round(1 - least / full, 4), frozen_layers=len(groups.frozen))
+    row["verified"] = groups.verified + (f" ({groups.verified_note})" if groups.verified_note else "")
     row["frozen_why"] = "; ".join(sorted({r for r in groups.frozen.values() if r != "the model's output"})[:3])[:400]
     shape = example_input(model)
     failures = []
@@ -139,19 +141,13 @@ def randomise(model) -> None:
     """Weights for which every channel matters, as after training; zero-initialised branches would hide mistakes."""
     import torch
 
+    from timm_knapsack.channels.live_weights import live_values
+
     generator = torch.Generator().manual_seed(0)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not tensor.is_floating_point():
-            continue
-        if isinstance(tensor, torch.nn.Parameter):
-            if tensor.dim() >= 2 and tensor.shape[0] > 1 and tensor[0].numel() > 1:
-                tensor.data.normal_(0, tensor[0].numel() ** -0.5, generator=generator)
-            else:
-                tensor.data.uniform_(0.5, 1.0, generator=generator)
-        elif name.endswith("running_var"):
-            tensor.data.uniform_(0.5, 1.5, generator=generator)
-        elif name.endswith("running_mean"):
-            tensor.data.normal_(0, 0.1, generator=generator)
+        drawn = isinstance(tensor, torch.nn.Parameter) or name.endswith(("running_mean", "running_var"))
+        if drawn and tensor.is_floating_point():
+            tensor.data.copy_(live_values(name, tensor.shape, generator))
 
 
 def smallest_of_each_family() -> list[str]:

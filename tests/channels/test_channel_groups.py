@@ -131,7 +131,8 @@ def test_a_layer_that_the_forward_pass_skips_is_left_alone():
 
 def test_the_model_is_neither_changed_nor_run():
     model = CachedInference().train()
-    model.conv.register_forward_pre_hook(lambda *_: pytest.fail("the model itself was run"))
+    original = model.conv
+    original.register_forward_pre_hook(lambda conv, _: pytest.fail("it was run") if conv is original else None)
     before = copy.deepcopy(model.state_dict())
     versions = {name: parameter._version for name, parameter in model.named_parameters()}
     groups_of(model)
@@ -185,8 +186,8 @@ def test_timm_models_say_their_own_input_size():
     with torch.device("meta"):
         model = timm.create_model("resnet18", in_chans=1)
         image_size = timm.create_model("vit_tiny_patch16_224", img_size=64)
-    assert tk.find_channel_groups(model).input_shape == (1, 1, 224, 224)
-    assert tk.find_channel_groups(image_size).input_shape == (1, 3, 64, 64)
+    assert tk.find_channel_groups(model, verify="none").input_shape == (1, 1, 224, 224)
+    assert tk.find_channel_groups(image_size, verify="none").input_shape == (1, 3, 64, 64)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -79,7 +79,7 @@ def test_a_users_rule_frees_the_channels(rules):
     assert slim_differs_from_masked(model, groups, random_keep(groups, 3), SHAPE) < 1e-9
 
 
-def test_a_rule_that_forgets_a_tie_is_caught_by_the_dry_run(rules):
+def test_a_rule_that_forgets_a_tie_is_caught_by_values(rules):
     @tk.register_rule("knapsack_test::scale_channels")
     def forgets_the_scale(labels, op, layouts, args, kwargs, outputs):
         layouts(args[1])
@@ -87,10 +87,11 @@ def test_a_rule_that_forgets_a_tie_is_caught_by_the_dry_run(rules):
 
     # On the meta device the fake kernel does not look at the scale's size: only its slices would be missing.
     model = seeded(Scaled())
-    groups = tk.find_channel_groups(model, torch.empty(SHAPE))
-    keep = {"conv1": [0, 2]}
+    groups = tk.find_channel_groups(model, torch.empty(SHAPE), verify="shapes")
     with pytest.raises(RuntimeError, match="must match the size"):
-        slim_differs_from_masked(model, groups, keep, SHAPE)
+        slim_differs_from_masked(model, groups, {"conv1": [0, 2]}, SHAPE)
+    groups = tk.find_channel_groups(model, torch.empty(SHAPE))
+    assert "conv1" not in groups.by_name and "must match the size" in groups.frozen["conv1"]
 
 
 def test_a_rule_with_the_wrong_shape_freezes_instead_of_lying(rules):

@@ -162,25 +162,49 @@ def test_tied_weights_stay_tied():
     assert slim.first.bias is not slim.second.bias
 
 
-def test_hooks_are_left_behind_even_those_that_cannot_be_copied():
+def test_forward_hooks_come_along_even_those_that_cannot_be_copied():
+    """They may change what a module returns; hooks of the backward pass change no output and stay behind."""
     model, groups = traced()
-    calls, lock = [], threading.Lock()
+    calls = []
 
     class Watcher:
-        lock = None
+        def __init__(self):
+            self.lock = threading.Lock()
 
         def __call__(self, *_):
             calls.append(1)
 
     watcher = Watcher()
-    watcher.lock = lock
     model.stem.register_forward_hook(watcher)
     model.stem.register_forward_pre_hook(watcher, with_kwargs=True)
     model.stem.register_full_backward_hook(watcher)
     slim = slice_model(model, groups, KEEP)
     slim(torch.randn(IMAGE)).sum().backward()
-    assert not calls and not slim.stem._forward_hooks and not slim.stem._forward_pre_hooks
+    assert len(calls) == 2, "forwards, not backwards"
     assert len(model.stem._forward_hooks) == 1, "the original keeps its own"
+
+
+def test_a_hook_that_is_a_method_is_bound_to_the_copy():
+    class Doubles(SkipConnections):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor(2.0))
+            self.stem.register_forward_hook(self.double)
+
+        def double(self, module, inputs, output):
+            return output * self.factor
+
+    model = seeded(Doubles())
+    groups = tk.find_channel_groups(model, torch.empty(IMAGE))
+    slim = slice_model(model, groups, KEEP)
+    (hook,) = slim.stem._forward_hooks.values()
+    assert hook.__self__ is slim
+    x = torch.randn(IMAGE)
+    assert torch.allclose(slim(x), mask_model(model, groups, KEEP)(x), atol=1e-5)
+    with torch.no_grad():
+        before = slim(x)
+        slim.factor.zero_()
+        assert not torch.allclose(slim(x), before) and model.factor == model.factor.abs() > 0
 
 
 def test_plain_attributes_come_along():

@@ -79,6 +79,7 @@ class Labels:
     """Everything that a trace learns, in the order in which it learns it."""
 
     count: int = 0
+    only_whole_heads: bool = False
     place: str = "the input"  # where the trace is now, for reasons: "aten.cat in layer1.0"
     module: str = ""
     # Sizes that the running module reads off its input or its attributes → the dim that first had that size.

@@ -36,7 +36,8 @@ def _elementwise(op: str, args, kwargs):
     if not isinstance(first, Tensor):
         return None
     if op.endswith("_"):
-        return first
+        others = [x.shape for x in (*args[1:], *kwargs.values()) if isinstance(x, Tensor)]
+        return first if all(_fits_into(shape, first.shape) for shape in others) else None
     shape, dtype = first.shape, first.dtype
     for x in (*args[1:], *kwargs.values()):
         if isinstance(x, Tensor):
@@ -51,6 +52,12 @@ def _elementwise(op: str, args, kwargs):
     elif not dtype.is_floating_point and op not in ("add", "sub", "mul", "neg", "abs", "clone", "maximum", "minimum"):
         return None
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _fits_into(shape, whole) -> bool:
+    """Whether a tensor broadcasts to this shape and not beyond."""
+    pairs = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= len(whole) and all(size in (1, there) for size, there in pairs)
 
 
 def _addmm(args):

@@ -71,7 +71,7 @@ def _heads(labels: Labels, batch: list[Dim]) -> None:
     """Batch dims of a product of activations are heads; they go one by one unless their number is tied to the input."""
     heads = [axis.labels for dim in batch for axis in dim if axis.labels is not None]
     labels.heads.extend(heads)
-    if not labels.bound:
+    if labels.only_whole_heads or not labels.bound:
         labels.whole_heads.extend(heads)
 
 
@@ -119,7 +119,7 @@ def convolution(labels, op, layouts, args, kwargs, outputs):
     transposed, groups = args[6], args[8]
     out, into = (weight.dims[1], weight.dims[0]) if transposed else (weight.dims[0], weight.dims[1])
     pixels = plain(outputs[0].shape[2:]).dims
-    if _slides_along_channels(x, args, outputs):
+    if slides_along_channels(x, args) and outputs[0].shape == args[0].shape:
         labels.mix(x.dims[2])  # without a channel, others become neighbours
         pixels = [x.dims[2]]
     else:
@@ -148,7 +148,7 @@ def convolution(labels, op, layouts, args, kwargs, outputs):
     return Layout([x.dims[0], channels, *pixels])
 
 
-def _slides_along_channels(x: Layout, args, outputs) -> bool:
+def slides_along_channels(x: Layout, args) -> bool:
     """ECA: a small 1-d conv over the vector of all channels, which stand where pixels would be."""
     _, weight, _, stride, _, dilation, transposed = args[:7]
     return (
@@ -156,7 +156,6 @@ def _slides_along_channels(x: Layout, args, outputs) -> bool:
         and list(stride) == list(dilation) == [1]
         and not transposed
         and len(x.dims[2]) == 1
-        and outputs[0].shape == args[0].shape
     )
 
 
@@ -265,37 +264,26 @@ def across(labels, op, layouts, args, kwargs, outputs):
     return Layout(list(x.dims), x.weight)
 
 
-@register_rule(
-    "mean",
-    "sum",
-    "amax",
-    "amin",
-    "var",
-    "std",
-    "linalg_vector_norm",
-    "max",
-    "min",
-    "prod",
-    "var_mean",
-    "std_mean",
-    "any",
-    "all",
-    "logsumexp",
-    "norm",
-    "argmax",
-    "argmin",
-    "aminmax",
-    "median",
-    "nansum",
-)
+REDUCTIONS = """
+    mean sum amax amin var std linalg_vector_norm max min prod var_mean std_mean any all logsumexp norm argmax argmin
+    aminmax median nansum
+    """.split()
+
+
+def reduced_dims(op: str, rank: int, args, kwargs) -> set[int]:
+    """The dims that a reduction runs over."""
+    position = 2 if op in ("linalg_vector_norm", "norm") else 1
+    wanted = kwargs.get("dim", args[position] if len(args) > position else None)
+    wanted = [wanted] if isinstance(wanted, int) else wanted
+    return {d % rank for d in wanted} if wanted else set(range(rank))
+
+
+@register_rule(*REDUCTIONS)
 def reduction(labels, op, layouts, args, kwargs, outputs):
     x = layouts(args[0])
     if op in ("max", "min") and len(args) > 1 and layouts.is_tensor(args[1]):
         return elementwise(labels, op, layouts, args, kwargs, outputs)
-    position = 2 if op in ("linalg_vector_norm", "norm") else 1
-    wanted = kwargs.get("dim", args[position] if len(args) > position else None)
-    wanted = [wanted] if isinstance(wanted, int) else wanted
-    reduced = {d % len(x.dims) for d in wanted} if wanted else set(range(len(x.dims)))
+    reduced = reduced_dims(op, len(x.dims), args, kwargs)
     for d in reduced:
         labels.mix(x.dims[d])
         if op.startswith("arg"):

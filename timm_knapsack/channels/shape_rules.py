@@ -145,22 +145,22 @@ def split(labels, op, layouts, args, kwargs, outputs):
     sizes = [y.shape[d] for y in outputs]
     dim = x.dims[d]
     labels.use(sum(sizes), dim)
+    flat = labels.flatten(dim)
+    ends = np.cumsum(sizes).tolist()
+    labels.cuts.extend(None if flat is None else flat[end - size : end] for size, end in zip(sizes, ends, strict=True))
     if len(set(sizes)) == 1 and len(sizes) > 1 and any(axis.labels is not None for axis in dim):
         # Equal parts: the code may have computed their size from the whole, so they must shrink alike.
         parts, within = labels.view([dim], [len(sizes), sizes[0]])
         labels.freeze(parts, "each part becomes a tensor of its own")
         labels.use(sizes[0], within)
         return tuple(Layout([*x.dims[:d], within, *x.dims[d + 1 :]], x.weight) for _ in outputs)
-    flat = labels.flatten(dim)
     if flat is not None and "with_sizes" not in op:
         labels.freeze((Axis(flat.size, flat),), "cut into parts of unequal size")
-    results, start = [], 0
-    for size in sizes:
-        labels.cuts.append(None if flat is None else flat[start : start + size])
-        part = cut(labels, dim, start, start + size)
+    results = []
+    for size, end in zip(sizes, ends, strict=True):
+        part = cut(labels, dim, end - size, end)
         labels.use(size, part)
         results.append(Layout([*x.dims[:d], part, *x.dims[d + 1 :]], x.weight))
-        start += size
     return tuple(results)
 
 

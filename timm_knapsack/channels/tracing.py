@@ -6,9 +6,11 @@ nor arithmetic. A model that asks for a value (``.item()``) is traced with real 
 
 import weakref
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -21,6 +23,19 @@ from .meta_shapes import meta_result
 from .op_rules import RULES, freeze_all, plain
 
 
+@dataclass(frozen=True)
+class Assumptions:
+    """What a trace takes for granted; a verification that fails may ask for more.
+
+    Attributes:
+        bound_classes: modules of these classes read widths off their inputs or attributes: these sizes are tied.
+        only_whole_heads: in such modules too, heads go whole or not at all; of their numbers those of the input count.
+    """
+
+    bound_classes: frozenset[str] = frozenset()
+    only_whole_heads: bool = False
+
+
 class Trace(TorchDispatchMode):
     """Runs rules beside ops.
 
@@ -28,11 +43,13 @@ class Trace(TorchDispatchMode):
     ones are let go, and their layouts with them.
     """
 
-    def __init__(self, model: nn.Module, bound_classes: frozenset[str] = frozenset(), follow_maps: bool = True):
+    def __init__(self, model: nn.Module, assuming: Assumptions | None = None, follow_maps: bool = True):
         super().__init__()
-        self.labels = Labels()
-        self.bound_classes = bound_classes
+        assuming = assuming or Assumptions()
+        self.labels = Labels(only_whole_heads=assuming.only_whole_heads)
+        self.bound_classes = assuming.bound_classes
         self.on_meta = all(tensor.is_meta for _, tensor in named_tensors(model))
+        self.outputs: list[Tensor] = []
         self.output_shapes: list[tuple[int, ...]] = []
         self.param_labels: dict[tuple[str, int], int] = {}  # (name, dim) → its first label
         self.reached: set[str] = set()
@@ -82,12 +99,21 @@ class Trace(TorchDispatchMode):
 
     # ---- the pass
 
+    def computed(self, func, op: str, args, kwargs):
+        """What an op gives."""
+        return func(*args, **kwargs)
+
+    def attention_scale(self, query: Tensor) -> float | None:
+        """The scale of fused attention that is called without one; None leaves it to torch."""
+        self.labels.mix(self(query).dims[-1])
+        return None
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         namespace, op = func._schema.name.split("::")
         result = meta_result(op, args, kwargs) if self.on_meta and namespace == "aten" else None
         if result is None:
-            result = func(*args, **kwargs)
+            result = self.computed(func, op, args, kwargs)
         outputs = [y for y in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(y, Tensor)]
         if not outputs:
             return result
@@ -140,7 +166,7 @@ class Trace(TorchDispatchMode):
 
     def _bound_sizes(self, module: nn.Module, inputs) -> dict[int, tuple | None]:
         """Sizes a module's code may read off its inputs' channel dims, or off one attribute for several layers."""
-        sizes = dict.fromkeys(channel_numbers(module))
+        sizes = {} if self.labels.only_whole_heads else dict.fromkeys(channel_numbers(module))
         for tensor in self.tensors(inputs, {}):
             for dim in self(tensor).dims:
                 if any(axis.labels is not None and not axis.uniform for axis in dim) and not sizes.get(size_of(dim)):
@@ -161,15 +187,30 @@ class _AttentionScale(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention and kwargs.get("scale") is None:
-            self.trace.labels.mix(self.trace(args[0] if args else kwargs["query"]).dims[-1])
+            kwargs = {**kwargs, "scale": self.trace.attention_scale(args[0] if args else kwargs["query"])}
         return func(*args, **kwargs)
 
 
-def run_trace(
-    model: nn.Module, inputs: tuple, bound_classes: frozenset[str] = frozenset(), follow_maps: bool = True
-) -> Trace:
+@contextmanager
+def _taken_apart():
+    """Attention as single ops, which have rules, on every device: neither fused, nor by nn.MultiheadAttention's way
+    for inference."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def run_trace(model: nn.Module, inputs: tuple, assuming: Assumptions | None = None, follow_maps: bool = True) -> Trace:
     """Run the model once; the trace holds all that was learnt."""
-    trace = Trace(model, bound_classes, follow_maps)
+    return run_under(Trace(model, assuming, follow_maps), model, inputs)
+
+
+def run_under(trace: Trace, model: nn.Module, inputs: tuple) -> Trace:
+    """Run the model once under a trace that was made for it."""
     labels = trace.labels
     for x in inputs:
         if isinstance(x, Tensor):
@@ -201,7 +242,7 @@ def run_trace(
 
         model.forward_features = remember
     try:
-        with torch.no_grad(), trace.following_modules(), _AttentionScale(trace), trace:
+        with torch.no_grad(), _taken_apart(), trace.following_modules(), _AttentionScale(trace), trace:
             output = model(*inputs)
     except Exception as error:
         error.raised_in = trace.running
@@ -210,8 +251,9 @@ def run_trace(
         for handle in handles:
             handle.remove()
         vars(model).pop("forward_features", None)
-    trace.maps.finish(trace.tensors((output,), {}))
-    for tensor in trace.tensors((output,), {}):
+    trace.outputs = trace.tensors((output,), {})
+    trace.maps.finish(trace.outputs)
+    for tensor in trace.outputs:
         trace.output_shapes.append(tuple(tensor.shape))
         for dim in trace(tensor).dims:
             for axis in dim:

@@ -26,7 +26,9 @@ def groups(network: ArchitectureOptions, as_json: JsonOption = False) -> None:
             }
             for g in found
         ]
-        console.print_json({"model": network.model, "macs": found.macs(), "groups": rows, "frozen": dict(found.frozen)})
+        verified = {"by": found.verified, "note": found.verified_note}
+        facts = {"model": network.model, "macs": found.macs(), "verified": verified}
+        console.print_json({**facts, "groups": rows, "frozen": dict(found.frozen)})
         return
     table = Table("group", "units", "layers that make it", title=f"{network.model}: {human(found.macs())}MACs")
     for group in found:
@@ -34,5 +36,7 @@ def groups(network: ArchitectureOptions, as_json: JsonOption = False) -> None:
         more = f" and {len(made_by) - 3} more" if len(made_by) > 3 else ""
         table.add_row(group.name, str(group.size), ", ".join(made_by[:3]) + more)
     console.stdout().print(table)
+    note = f" ({found.verified_note})" if found.verified_note else ""
+    console.stdout().print(f"verified by {found.verified}{note}", markup=False)
     for name, reason in found.frozen.items():
         console.stdout().print(f"frozen: {name}: {reason}", markup=False)

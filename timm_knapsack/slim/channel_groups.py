@@ -105,6 +105,8 @@ class ChannelGroups(Sequence):
         attributes: numbers in modules that follow the widths.
         shapes: shape of every tensor of the model, to recognise the model again.
         maps: the maps of the forward pass as functions of the widths; None where they are no such functions.
+        verified: how every group was tried: by "values", by "shapes" alone, or "none".
+        verified_note: why not by values, or for which groups not.
     """
 
     groups: tuple[ChannelGroup, ...]
@@ -114,6 +116,8 @@ class ChannelGroups(Sequence):
     shapes: Mapping[str, tuple[int, ...]]
     input_shape: tuple[int, ...] | None = None
     maps: tuple[MapTerm, ...] | None = None
+    verified: str = "none"
+    verified_note: str = ""
     by_name: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -129,7 +133,8 @@ class ChannelGroups(Sequence):
         return iter(self.groups)
 
     def __repr__(self):
-        return f"ChannelGroups({len(self.groups)} groups, {sum(g.size for g in self)} units, {len(self.frozen)} frozen)"
+        units, frozen = sum(g.size for g in self), len(self.frozen)
+        return f"ChannelGroups({len(self.groups)} groups, {units} units, {frozen} frozen, verified: {self.verified})"
 
     @property
     def sizes(self) -> list[int]:

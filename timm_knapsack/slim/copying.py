@@ -1,6 +1,7 @@
 """Copies of a model with other tensors in it: on the meta device, cut, or with fresh memory.
 
-Hooks stay behind, shared tensors stay shared, and plain tensor attributes follow the parameters.
+Forward hooks come along, since they may change what a module returns; shared tensors stay shared, and plain tensor
+attributes follow the parameters.
 """
 
 import copy
@@ -25,7 +26,10 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """A deep copy in which each parameter and buffer is what ``replace(name, tensor)`` returns; hooks stay behind."""
+    """A deep copy in which each parameter and buffer is what ``replace(name, tensor)`` returns.
+
+    Forward hooks come along as with `copy.deepcopy`; hooks of the backward pass and of the state dict stay behind.
+    """
     memo = {}
     for name, tensor in named_tensors(model):
         new = replace(name, tensor)
@@ -34,7 +38,9 @@ def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
         memo[id(tensor)] = new
     for module in model.modules():
         for name, value in vars(module).items():
-            if name in _HOOKS:
+            if name in _FORWARD_HOOKS:
+                memo[id(value)] = OrderedDict()  # filled below, when all modules have their copies
+            elif name in _OTHER_HOOKS:
                 if value:
                     memo[id(value)] = _lasting_hooks(value)  # not copied at all: they may hold anything
             elif not name.startswith("_"):  # plain tensor attributes, and caches of them, go where the parameters go
@@ -43,6 +49,11 @@ def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
                     if isinstance(tensor, Tensor) and id(tensor) not in memo:
                         memo[id(tensor)] = replace(name, tensor)
     result = _copied(model, memo)
+    for module in model.modules():
+        for name in _FORWARD_HOOKS:
+            hooks = vars(module).get(name, {})
+            for key, hook in hooks.items():
+                memo[id(hooks)][key] = _copied_hook(hook, memo)
     with modes_kept(result):
         result.train()  # modules that cache something for inference (attention biases) drop it here
     return result
@@ -74,10 +85,16 @@ def _copied(module: nn.Module, memo: dict) -> nn.Module:
 
 _PLAIN = (int, float, str, bool, type(None), type, torch.dtype)
 
-_HOOKS = frozenset(
-    "_forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks "
-    "_forward_pre_hooks_with_kwargs _backward_hooks _backward_pre_hooks _state_dict_hooks".split()
-)
+_FORWARD_HOOKS = frozenset(("_forward_hooks", "_forward_pre_hooks"))
+_OTHER_HOOKS = frozenset(("_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"))
+
+
+def _copied_hook(hook: Callable, memo: dict) -> Callable:
+    """A method is bound to the copy of its module; a function, or what can't be copied, stays what it is."""
+    try:
+        return copy.deepcopy(hook, memo)
+    except Exception:  # a hook may hold anything: files, locks, data
+        return hook
 
 
 def _lasting_hooks(hooks: Mapping) -> OrderedDict:

@@ -58,13 +58,15 @@ def mask_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tenso
     channels (``group.crosses_norm``): the oracle of the tests.
     """
     _tensors_that_fit(model, groups)
-    gone = _gone(groups, groups.check_keep(keep))
+    gone: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+    for (name, dim), index in _gone(groups, groups.check_keep(keep)).items():
+        if not name.endswith(("running_mean", "running_var")):
+            gone[name].append((dim, index))
 
     def masked(name: str, tensor: Tensor) -> Tensor:
         new = tensor.detach().clone()
-        for (param, dim), index in gone.items():
-            if param == name and not name.endswith(("running_mean", "running_var")):
-                new.index_fill_(dim, index.to(new.device), 0)
+        for dim, index in gone.get(name, ()):
+            new.index_fill_(dim, index.to(new.device), 0)
         return new
 
     return copy_with(model, masked)
