@@ -85,6 +85,7 @@ class PruneReport:
     predicted_loss: float | None = None  # what the groups' losses come to at the chosen widths, with value curves
     group_losses: dict[str, float] = field(default_factory=dict)  # of each group alone, the largest first
     loss_with_more: float | None = None  # predicted, had one more percent of the original's cost been allowed
+    steps: int = 1  # with value curves: how often they were measured on the way
     loss: LossLine | None = None  # what was lost in fact, where images were given
     scores: dict[str, Any] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)

@@ -34,7 +34,7 @@ def ladder(whole: Ladder, least: int, most: int, step: int) -> Ladder:
     size = len(whole.order)
     counts = [n for n in whole.counts.tolist() if least <= n <= most and (n % step == 0 or n == size)]
     if not counts:
-        counts = [most]
+        counts = [n for n in whole.counts.tolist() if n <= most][-1:]
     if len(counts) > 1 and counts[-1] == size and size % step and step > 1:
         del counts[-2]  # a last step smaller than the others would look cheap for its value
     return whole.only(np.array(counts))
