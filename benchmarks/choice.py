@@ -6,6 +6,7 @@
 Columns, all with the same calibration images (1024 of CIFAR-10's training images, ImageNet's 1000 beside the weights):
 
 ours           tk.prune(model, loader, budget=tk.Budget(macs=f)): value curves, knapsack, recovery; no other option
+refined        the same, then tk.refine on the same images: gradients, but no labels
 paper          the paper's Taylor scores and knapsack (method="paper"), then tk.recover
 threshold      a global threshold on the same Taylor scores, to the same MACs, then tk.recover
 uniform        the same share of every group, its best units by the same scores, then tk.recover
@@ -19,6 +20,7 @@ The last row of several alike holds.
 """
 
 import argparse
+import copy
 import hashlib
 import json
 import os
@@ -37,6 +39,7 @@ from real_networks import NETWORKS, RealNetwork
 
 import timm_knapsack as tk
 from timm_knapsack.recovery.batchnorm import reestimate_batchnorm
+from timm_knapsack.recovery.refinement import refine_steps
 from timm_knapsack.training.evaluation import evaluate
 from timm_knapsack.values.valuation import load_values
 
@@ -101,7 +104,7 @@ def _rows(name, todo, options, say) -> None:
             print(f"{start}  left out: {error}", flush=True)
             continue
         except Exception as error:  # a competitor that can't prune this network is a row too
-            if column == "ours":
+            if column in ("ours", "refined"):
                 raise
             say(f"{start}  failed: {type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}")
             continue
@@ -136,6 +139,7 @@ class Job:
         self.dataset = loader.dataset
         self.groups = tk.find_channel_groups(self.model)
         self.known = {}
+        self.made: dict[float, Made] = {}
 
     def values(self, kind: str, measure: Callable):
         """Values and the seconds they took, from the file if they were measured with the same code and images."""
@@ -165,7 +169,20 @@ def ours(job: Job, budget: float) -> Made:
     result = tk.prune(job.model, job.loader, budget=tk.Budget(macs=budget), scores=curves, groups=job.groups)
     took = time.perf_counter() - start
     print(f"  {result.report.outcome}", flush=True)
-    return Made(result.model, seconds, result.report.seconds, took - result.report.seconds)
+    job.made[budget] = made = Made(result.model, seconds, result.report.seconds, took - result.report.seconds)
+    made.note = f"{result.report.steps} steps, predicted {result.report.predicted_loss:.3g}"
+    return made
+
+
+def refined(job: Job, budget: float) -> Made:
+    """tk.prune(…, refine=True), from the network that the column before has made."""
+    made = job.made[budget] if budget in job.made else ours(job, budget)
+    model = copy.deepcopy(made.model)
+    start = time.perf_counter()
+    found = refine_steps(model, job.model, job.loader)
+    took = time.perf_counter() - start
+    note = f"{found.steps} gradient steps, {took:.0f} s; held-out KL {found.before:.3g} to {found.after:.3g}"
+    return Made(model, made.curves, made.choice, made.recovery + took, note)
 
 
 def paper(job: Job, budget: float) -> Made:
@@ -208,7 +225,7 @@ def torch_pruning(job: Job, budget: float) -> Made:
 
 
 COLUMNS: dict[str, Callable[[Job, float], Made]] = {
-    "ours": ours, "paper": paper, "threshold": threshold, "uniform": uniform, "torch-pruning": torch_pruning,
+    "ours": ours, "refined": refined, "paper": paper, "threshold": threshold, "uniform": uniform, "torch-pruning": torch_pruning,
 }  # fmt: skip
 
 
