@@ -225,7 +225,8 @@ def torch_pruning(job: Job, budget: float) -> Made:
 
 
 COLUMNS: dict[str, Callable[[Job, float], Made]] = {
-    "ours": ours, "refined": refined, "paper": paper, "threshold": threshold, "uniform": uniform, "torch-pruning": torch_pruning,
+    "ours": ours, "refined": refined, "paper": paper, "threshold": threshold, "uniform": uniform,
+    "torch-pruning": torch_pruning,
 }  # fmt: skip
 
 
