@@ -77,3 +77,19 @@ def image_batches(loader: Iterable | None, limit: int | None = None, device: Any
     if not count:
         raise KnapsackError("the loader gave no images; a few hundred are needed")
     return batches
+
+
+def varied(batches: list[Tensor]) -> list[Tensor]:
+    """The same batches, or an error where every image is one plain colour: nothing can be fitted to those.
+
+    Example:
+        >>> import torch
+        >>> varied([torch.zeros(2, 3, 8, 8)])
+        Traceback (most recent call last):
+        timm_knapsack.errors.KnapsackError: every image is one plain colour; are they read and normalised as ...
+    """
+    if all(torch.equal(x.flatten(2).amax(2), x.flatten(2).amin(2)) for x in batches):
+        raise KnapsackError(
+            "every image is one plain colour; are they read and normalised as they should be? Real images are needed"
+        )
+    return batches

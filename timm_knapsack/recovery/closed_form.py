@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from ..errors import KnapsackError
-from ..maps.batches import image_batches
+from ..maps.batches import image_batches, varied
 from ..maps.patches import count_positions, draw_positions, flat_weight, outputs, patches
 from ..maps.taps import Tap, find_blocks, find_taps
 from ..maps.walk import PROBE_IMAGES, Reached, Segment, Walk, find_segments, hooked, standing_in, watch_execution
@@ -84,7 +84,7 @@ def recover_layers(student, teacher, loader, *, kept=None, ridge=None, images=No
     """As `recover`; returns how each layer fared."""
     kept = dict(kept if kept is not None else kept_of(student, teacher))
     _check_pair(student, teacher, kept)
-    batches = image_batches(loader, images, next(student.parameters()).device)
+    batches = varied(image_batches(loader, images, next(student.parameters()).device))
     with eval_mode(student, teacher), torch.no_grad():
         return _Recovery(student, teacher, batches, kept, ridge, accelerator).run()
 

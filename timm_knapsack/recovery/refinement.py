@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import KnapsackError
-from ..maps.batches import image_batches
+from ..maps.batches import image_batches, varied
 from ..maps.distance import gives_logits, output_distance
 from ..maps.taps import Tap, find_blocks, find_taps, kept_at, listen
 from ..maps.views import random_views
@@ -96,7 +96,7 @@ def refine_steps(
         raise KnapsackError(f"epochs={epochs}: give a number above 0")
     kept = dict(kept if kept is not None else kept_of(student, teacher))
     device = next(student.parameters()).device
-    pixels = torch.cat(image_batches(loader, images, device))
+    pixels = torch.cat(varied(image_batches(loader, images, device)))
     if len(pixels) < LEAST_IMAGES:
         raise KnapsackError(
             f"refine got {len(pixels)} images and needs at least {LEAST_IMAGES}, one of which is held out; "
