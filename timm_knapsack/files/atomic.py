@@ -162,7 +162,7 @@ def _place_beside(target: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(target: Path) -> None:
-    for place in target.parent.glob(f".{glob.escape(target.name)}.writing.*"):
+    for place in target.parent.glob(f".{glob.escape(target.name)}.writing.{'[0-9a-f]' * 8}"):
         lock = _locked(place, wait=False)
         if lock is not None:
             try:
@@ -220,7 +220,7 @@ def _exchange_by_renames(new: Path, folder: Path) -> None:
 
 
 def _parked(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
+    return folder.with_name(f".{folder.name}.old.timm-knapsack")  # a name that nobody gives to a folder of their own
 
 
 def _carry_over(folder: Path, new: Path) -> None:

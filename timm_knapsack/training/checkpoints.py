@@ -60,6 +60,7 @@ def write_checkpoint(
         (7, tensor([1., 1.]))
     """
     path = Path(path)
+    check_replaceable(path)
     try:
         with replacing_folder(path, carry_over=False) as new:
             for part, named in tensors.items():
@@ -74,6 +75,45 @@ def write_checkpoint(
             raise
         raise CheckpointError(f"can't write the checkpoint {path}: {error}; a former one is still whole") from error
     return path
+
+
+def check_replaceable(path: str | Path) -> None:
+    """Refuse a folder that may not be replaced by a checkpoint: one that is none, or that holds more than one does.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "thesis.tex").write_text("years of work")
+        >>> check_replaceable(folder)
+        Traceback (most recent call last):
+        ...
+        timm_knapsack.errors.CheckpointError: ... holds thesis.tex, which no checkpoint has, so it is not replaced; ...
+    """
+    path = Path(path)
+    if not path.exists() and not path.is_symlink():
+        return
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file, expected a folder for a checkpoint; choose another output_dir")
+    names = sorted(file.name for file in path.iterdir())
+    more = [name for name in names if name not in ("state.json", "optimizer.pt") and not name.endswith(".safetensors")]
+    if more:
+        raise CheckpointError(
+            f"{path} holds {more[0]}, which no checkpoint has, so it is not replaced; choose another output_dir"
+        )
+    if names and not _has_mark(path / "state.json"):
+        raise CheckpointError(
+            f"{path} is no checkpoint of timm-knapsack (its state.json does not say so), so it is not replaced; choose "
+            "another output_dir, or remove it yourself"
+        )
+
+
+def _has_mark(file: Path) -> bool:
+    """The format stands at the head of the file, which may be long."""
+    try:
+        with open(file, "rb") as stream:
+            return f'"format": "{FORMAT}"'.encode() in stream.read(256)
+    except OSError:
+        return False
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
