@@ -50,7 +50,12 @@ def replacing_file(path: str | os.PathLike) -> Iterator[Path]:
     _remove_abandoned(path)
     with _place_beside(path) as place:
         new = place / path.name
-        yield new
+        try:
+            yield new
+        except OSError as error:
+            if error.filename in (str(new), None):  # the caller knows nothing of this one
+                error.filename = str(path)
+            raise
         os.chmod(new, stat.S_IMODE(place.stat().st_mode) & 0o666)  # safetensors' own are for one user only
         flush(new)
         os.replace(new, path)

@@ -50,12 +50,14 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
                 raise ChannelConfigError(f"the argument {key!r} is larger than any model uses")
 
 
-def check_saved_config(path: str | os.PathLike) -> None:
-    """A config.json before timm reads it: of a plausible size, and of a model that is not several times its own size.
+def read_saved_config(path: str | os.PathLike) -> dict[str, Any]:
+    """A config.json, checked before timm reads it: plausible, and of a model that is not several times its own size.
 
     Example:
         >>> from timm_knapsack.files.atomic import write_text
-        >>> check_saved_config(write_text("config.json", '{"architecture": "resnet18", "num_classes": 10}'))
+        >>> path = write_text("config.json", '{"architecture": "resnet18", "num_classes": 10}')
+        >>> read_saved_config(path)["num_classes"]
+        10
     """
     config = parse_json(read_limited(path, MAX_BYTES, ChannelConfigError), str(path), ChannelConfigError)
     if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
@@ -69,11 +71,12 @@ def check_saved_config(path: str | os.PathLike) -> None:
             raise ChannelConfigError(f"{path}: model_args can't set {key!r}: that is the caller's to say")
     check_base(config["architecture"])
     if "channels" in args:
-        return  # a pruned network: its entrypoint checks what the rest would make of its base
+        return config  # a pruned network: its entrypoint checks what the rest would make of its base
     classes = config.get("num_classes", cfg.get("num_classes"))
     args = args if classes is None else {"num_classes": classes, **args}
     check_arguments(args)
     build_within_limits(config["architecture"], args)
+    return config
 
 
 def check_pretrained_cfg(cfg: Mapping[str, Any]) -> None:

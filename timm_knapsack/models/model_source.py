@@ -16,7 +16,7 @@ from timm.models._hub import download_from_hf
 from torch import nn
 
 from ..errors import CheckpointError, KnapsackError, first_line
-from .foreign_config import check_saved_config
+from .foreign_config import read_saved_config
 
 _NOT_BASE_ARGS = ("num_classes", "in_chans")  # the model itself says these
 
@@ -77,7 +77,7 @@ class ModelSource:
             prefer_cache_when_offline()
         try:
             if self.is_folder:
-                check_saved_config(self._config_file())
+                read_saved_config(self._config_file())
             model = timm.create_model(self.name, pretrained=wanted, **self.args)
         except KnapsackError:
             raise

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from ..errors import CheckpointError
 from ..files.atomic import replacing_folder
 from ..files.plain_json import read_json, write_json
-from ..slim.tensor_files import write_tensors
+from ..slim.tensor_files import write_state, write_tensors
 
 FORMAT = "timm-knapsack/checkpoint"
 VERSION = 1
@@ -66,14 +66,13 @@ def write_checkpoint(
             for part, named in tensors.items():
                 write_tensors(new / f"{part}.safetensors", named)
             if optimizer is not None:
-                torch.save(dict(optimizer), new / "optimizer.pt")
+                write_state(new / "optimizer.pt", dict(optimizer))
             files = {file.name: _fingerprint(file) for file in sorted(new.iterdir())}
             header = {"format": FORMAT, "version": VERSION, "files": files}
             write_json(new / "state.json", {**header, **state}, exact=True)
     except (OSError, TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"can't write the checkpoint {path}: {error}; a former one is still whole") from error
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"can't write the checkpoint {path}: {reason}; a former one is still whole") from error
     return path
 
 
