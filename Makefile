@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-fast test-browser lint sweep clean
+.PHONY: quickstart test test-fast test-browser lint sweep fuzz mutants clean
 
 quickstart: $(READY)
 	$(BIN)/timm-knapsack quickstart
@@ -27,6 +27,14 @@ lint: $(READY)
 # Every timm family through trace, prune, oracle, round trip: writes benchmarks/coverage.csv and docs/coverage.md.
 sweep: $(READY)
 	$(BIN)/python benchmarks/coverage.py $(if $(MODELS),--models $(MODELS))
+
+# Damaged files of every kind against the promise of SECURITY.md: 20 000 of each takes about an hour on an idle core.
+fuzz: $(READY)
+	$(BIN)/python tests/fuzz/attack.py $(if $(MUTATIONS),--mutations $(MUTATIONS))
+
+# Small changes of the code that the tests must notice; a run goes on where the last one stopped. SAMPLE=40 tries so many.
+mutants: $(READY)
+	$(BIN)/python benchmarks/mutants.py $(if $(SAMPLE),--sample $(SAMPLE))
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
