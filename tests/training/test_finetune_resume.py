@@ -278,6 +278,8 @@ def test_without_the_protocol_the_crash_test_would_fail(tmp_path):
         (lambda p: (p / "state.json").write_text("[]"), "state.json is not a checkpoint of timm-knapsack"),
         (lambda p: edit(p, version=99), "version 99"),
         (lambda p: edit(p, files={"../../etc/passwd": {}}), "outside the checkpoint"),
+        (lambda p: edit(p, files=["model.safetensors"]), "lists no files"),
+        (lambda p: edit(p, files=None), "lists no files"),
     ],
 )
 def test_damaged_checkpoints_are_named(tmp_path, damage, words):
