@@ -44,7 +44,7 @@ ROOMS = {
 
 # What survived once: room, the text (it stands once in the file), and what it becomes.
 NAMED = [
-    ("width search", "there if np.abs(there - here).max() <= 1 else (here + there) / 2", "there"),
+    ("width search", "return there if np.abs(there - here).max() <= 1 else (here + there) / 2", "return there"),
     ("slim", "if attribute.at(sizes) != attribute.at(groups.sizes):",
      "if abs(attribute.at(sizes) - attribute.at(groups.sizes)) > 1:"),
     ("knapsack", "self.gap = worth * part + fee * self.spare", "self.gap = worth * part - fee * self.spare"),

@@ -270,3 +270,15 @@ def test_an_empty_config_is_a_copy():
     same = resize_model(model, ChannelConfig("base", {}))
     assert same is not model and shapes_of(same) == shapes_of(model)
     assert torch.equal(same.stem.weight, model.stem.weight)
+
+
+def test_a_number_that_changes_by_one_is_in_the_config():
+    groups = tk.find_channel_groups(VisionTransformer().eval(), torch.empty(1, 3, 8, 8))
+    keep = {group.name: torch.arange(group.size - 1) for group in groups if group.size > 1}
+    sizes = [group.size - 1 if group.size > 1 else group.size for group in groups]
+    changes = {(a.module, a.path): (a.at(groups.sizes), a.at(sizes)) for a in groups.attributes}
+    changes = {place: pair for place, pair in changes.items() if pair[0] != pair[1]}
+    assert any(before - after == 1 for before, after in changes.values())  # a head less
+    config = channel_config_of(groups, keep, "net")
+    written = {(module, path): n for module, paths in config.attributes.items() for path, n in paths.items()}
+    assert written == {place: after for place, (_, after) in changes.items()}
