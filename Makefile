@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-fast test-browser lint sweep fuzz-networks clean
+.PHONY: quickstart test test-fast test-browser lint sweep fuzz-networks fuzz mutants clean
 
 quickstart: $(READY)
 	$(BIN)/timm-knapsack quickstart
@@ -31,6 +31,14 @@ sweep: $(READY)
 # Random networks from a grammar of tricks, pruned and compared with the masked ones: 2000, or COUNT.
 fuzz-networks: $(READY)
 	$(BIN)/python benchmarks/fuzz_networks.py $(if $(COUNT),--count $(COUNT))
+
+# Damaged files of every kind against the promise of SECURITY.md: 20 000 of each takes about an hour on an idle core.
+fuzz: $(READY)
+	$(BIN)/python tests/fuzz/attack.py $(if $(MUTATIONS),--mutations $(MUTATIONS))
+
+# Small changes of the code that the tests must notice; a run goes on where the last one stopped. SAMPLE=40 tries so many.
+mutants: $(READY)
+	$(BIN)/python benchmarks/mutants.py $(if $(SAMPLE),--sample $(SAMPLE))
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

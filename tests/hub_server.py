@@ -5,7 +5,9 @@
 
 It keeps repositories in memory: commits (path → bytes), branches and tags. ``hub.die_at = "PUT"`` closes the connection
 in the middle of the next such request, and of every later one, as a dying server does, until ``hub.die_at = None``; a
-client in another process sets it by ``POST /test/die/PUT`` and ``POST /test/die/never``.
+client in another process sets it by ``POST /test/die/PUT`` and ``POST /test/die/never``. After
+``POST /test/busy/commit/503/7/2`` the next two requests with ``commit`` in their path are answered 503 with the header
+``Retry-After: 7``.
 """
 
 import base64
@@ -46,6 +48,7 @@ class HubServer:
         self.large: dict[str, bytes] = {}  # sha256 → contents
         self.requests: list[tuple[str, str]] = []
         self.die_at: str | None = None
+        self.busy: list[str] = []  # a part of the path, a status, a Retry-After, and how many times
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -115,6 +118,8 @@ def _handler(hub: HubServer):
                 self.close_connection = True
                 self.connection.close()
                 return
+            if self._is_busy(path):
+                return
             for pattern, action in ROUTES:
                 if match := re.fullmatch(pattern, f"{self.command} {path}"):
                     action(self, **match.groupdict())
@@ -122,6 +127,22 @@ def _handler(hub: HubServer):
             self._refuse(404, "EntryNotFound", f"no such route: {self.command} {path}")
 
         do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _route
+
+        def _is_busy(self, path: str) -> bool:
+            """A busy server does not look at what it is sent."""
+            if not hub.busy or path.startswith("/test/") or hub.busy[0] not in path:
+                return False
+            at, status, after, times = hub.busy
+            hub.busy = [at, status, after, str(int(times) - 1)] if int(times) > 1 else []
+            self._body()
+            headers = {} if after == "none" else {"Retry_After": after}
+            self._answer(int(status), {"error": "busy"}, **headers)
+            return True
+
+        def be_busy(self, what):
+            self._body()
+            hub.busy = what.split("/")
+            self._answer(200)
 
         def die(self, at):
             self._body()
@@ -260,6 +281,7 @@ def _handler(hub: HubServer):
     repo, rev = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>.+?)"
     ROUTES = [
         (r"POST /test/die/(?P<at>.+)", Handler.die),
+        (r"POST /test/busy/(?P<what>.+)", Handler.be_busy),
         (r"GET /api/whoami-v2", Handler.whoami),
         (r"GET /api/models", Handler.list_models),
         (r"POST /api/repos/create", Handler.create),

@@ -1,10 +1,32 @@
 """Errors a user can act on: each says what was wrong, where, the value seen, and the way out."""
 
+MAX_LENGTH = 1000
+
+
+def in_one_line(text: str, length: int = MAX_LENGTH) -> str:
+    """A text that may hold anything from a stranger's file, fit for a terminal: one line, nothing that steers it.
+
+    Example:
+        >>> in_one_line("no such\\n  key: \\x1b[31mred")
+        'no such key: \\\\x1b[31mred'
+        >>> in_one_line("a" * 100, 20)
+        'aaaaaaaaaaa … aaaaaa'
+    """
+    if len(text) > 4 * length:
+        text = text[: 2 * length] + text[-2 * length :]
+    text = " ".join(text.split())
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(text) <= length:
+        return text
+    end = (length - 3) // 3 + 1  # the way out stands at the end
+    return f"{text[: length - 3 - end]} … {text[-end:]}"
+
 
 class KnapsackError(ValueError):
     """Base of every error that timm_knapsack raises for a user's input.
 
-    The command line prints it as one line; anything else that is raised is a bug of ours.
+    Its message is one line of at most 1000 characters, whatever text of a file or an argument is in it. The command
+    line prints it; anything else that is raised is a bug of ours.
 
     Example:
         >>> try:
@@ -13,6 +35,9 @@ class KnapsackError(ValueError):
         ...     print(error)
         budget macs=0 leaves nothing; give a fraction above 0, such as 0.5
     """
+
+    def __init__(self, message: object = ""):
+        super().__init__(in_one_line(str(message)))
 
 
 class ChannelConfigError(KnapsackError):
@@ -60,5 +85,6 @@ class HubError(KnapsackError):
 
 
 def first_line(error: Exception) -> str:
+    """Another library's error: its kind, and the first line of what it says."""
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text}"[:300]

@@ -92,6 +92,31 @@ def test_a_disk_that_can_not_write_is_an_error(tmp_path, monkeypatch, number):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
 
 
+def test_the_data_reaches_the_disk_before_the_name_and_the_name_before_the_end(tmp_path, monkeypatch):
+    """Else a crash of the machine could leave an empty file under the right name, or the old one after a return."""
+    done = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(descriptor):
+        done.append(("flushed", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        fsync(descriptor)
+
+    def noted_replace(source, target):
+        done.append(("named", Path(target).name))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    write_text(tmp_path / "a.txt", "new")
+    assert done == [("flushed", "a.txt"), ("named", "a.txt"), ("flushed", tmp_path.name)]
+    done.clear()
+    with replacing_folder(tmp_path / "net") as new:
+        (new / "inner").mkdir()
+        (new / "inner" / "weights").touch()
+    names = [name for _, name in done]
+    assert names[:2] == ["weights", "inner"] and names[2].startswith(".net.writing.") and names[3:] == [tmp_path.name]
+
+
 def test_a_file_system_without_fsync_is_none(tmp_path, monkeypatch):
     def fsync(_):
         raise OSError(errno.EINVAL, "no fsync here")

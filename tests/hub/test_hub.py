@@ -11,6 +11,7 @@ from torch import nn
 import timm_knapsack as tk  # before timm
 from timm_knapsack.errors import CheckpointError, HubError
 from timm_knapsack.hub import saving as hub
+from timm_knapsack.slim.tensor_files import write_tensors
 
 import timm  # isort: skip
 from safetensors import safe_open  # isort: skip
@@ -299,3 +300,17 @@ def test_publishing_refusals(saved, result, tmp_path, monkeypatch):
     with pytest.raises(HubError, match="'license' describes how a model is saved"):
         tk.push_to_hub(saved, "me/net", license="mit")
     assert "README.md" in tk.push_to_hub(result, "me/net", dry_run=True, license="mit").files
+
+
+def test_one_bit_that_differs_after_loading_is_noticed(result, tmp_path, monkeypatch):
+    """Too little for any comparison of outputs: the weights themselves are compared."""
+
+    def with_one_bit_changed(path, state):
+        first = state["conv1.weight"].clone()
+        first.view(-1)[0] = torch.nextafter(first.view(-1)[0], torch.tensor(1e9))
+        return write_tensors(path, {**state, "conv1.weight": first})
+
+    monkeypatch.setattr(hub, "write_tensors", with_one_bit_changed)
+    with pytest.raises(CheckpointError, match=r"conv1\.weight is not the same after loading"):
+        tk.save_pretrained(result, tmp_path / "net")
+    assert not (tmp_path / "net").exists()

@@ -66,6 +66,27 @@ for at in ("PUT", "/commit/"):
 step("retry", lambda: push(f"{folders}/third", "org/net").url)
 step("models", lambda: sorted(model.id for model in HfApi().list_models()))
 step("models without token", lambda: sorted(model.id for model in HfApi(token=False).list_models()))
+import timm_knapsack.hub.patience as patience
+slept = []
+patience.time = type("Time", (), {"sleep": slept.append})
+for at, status, after, times in (("create", 429, 7, 1), ("commit", 503, "none", 2), ("tag", 500, 1, 3)):
+    post(f"/test/busy/{at}/{status}/{after}/{times}")
+    step(f"busy {at}", lambda: push(f"{folders}/first", "org/busy", tag=f"v{status}").url)
+    said[f"slept {at}"] = slept[:]
+    slept.clear()
+for after, times in ((0, 9), (9999, 1)):
+    post(f"/test/busy/commit/503/{after}/{times}")
+    step(f"busy for good, {after}", lambda: push(f"{folders}/first", "org/busy").url)
+    said[f"slept {after}"] = slept[:]
+    slept.clear()
+    post("/test/busy/x/503/0/1")
+import traceback
+secrets = {"newline": token + chr(10), "inner newline": "hf_abc" + chr(10) + "def", "strange": "hf_abc" + chr(233)}
+for name, secret in {**secrets, "empty": "", "unknown": "hf_abcdef"}.items():
+    try:
+        said[name] = push(f"{folders}/first", "org/busy", token=secret).repo_id
+    except Exception:
+        said[name] = traceback.format_exc().replace(chr(10), ' | ')
 print(json.dumps(said))
 """
 
@@ -203,3 +224,19 @@ def test_named_weights_came_from_timms_repositories(story):
     hub, _, _ = story
     asked = {path.split("/resolve/")[0].strip("/") for method, path in hub.requests if "/resolve/" in path}
     assert {f"timm/{TIMM_WEIGHTS[name]}" for name in EXECUTED[1:]} <= asked
+
+
+def test_a_busy_hub_is_waited_for_as_long_as_it_asks_and_not_for_ever(story):
+    hub, said, _ = story
+    for at in ("create", "commit", "tag"):
+        assert said[f"busy {at}"].startswith(f"{hub.url}/org/busy/commit/"), said[f"busy {at}"]
+    assert (said["slept create"], said["slept commit"], said["slept tag"]) == ([7.0], [1.0, 2.0], [1.0, 1.0, 1.0])
+    assert "answered 503, 5 times" in said["busy for good, 0"] and said["slept 0"] == [0.0] * 4
+    assert "answered 503" in said["busy for good, 9999"] and said["slept 9999"] == []
+
+
+def test_a_token_is_never_in_an_error(story):
+    _, said, _ = story
+    assert said["newline"] == "org/busy"  # a file's last line break is not part of it
+    for name in ("inner newline", "strange", "empty", "unknown"):
+        assert "HubError" in said[name] and "hf_abc" not in said[name], said[name]

@@ -1,5 +1,6 @@
 """Model cards: made from the files, only with figures that were measured, with usage code that runs, and current."""
 
+import ast
 import os
 import sys
 from dataclasses import replace
@@ -120,3 +121,41 @@ def test_the_generated_files_are_current(tmp_path):
     cards = {path.stem for path in (REPOSITORY / "model_cards").glob("*.md")} - {"TEMPLATE"}
     assert cards == {path.stem for path in files}
     assert (REPOSITORY / "model_cards" / "TEMPLATE.md").read_text() == TEMPLATE.read_text()
+
+
+EVIL = "<script>alert(1)</script> [x](javascript:alert(1)) `a` **b** | c\n# heading\n```\n<!-- {{ 7 * 7 }} \x1b[31m"
+
+
+def test_text_from_users_is_shown_and_never_becomes_markup_or_code(result, tmp_path):
+    """Rendered by a Markdown library: no element that the template does not have, and the words are all there."""
+    from markdown_it import MarkdownIt
+
+    measured = Evaluation(EVIL, top1=91.0, samples=100, split="a|b")
+    name = 'net"); import os; os.system("true") #`|<b>\n```\nimport evil'
+    with_notes = {"notes": [EVIL, "# no heading", "1. no list", "plain words"], "datasets": [EVIL], "base_model": EVIL}
+    folder = tk.save_pretrained(result, tmp_path / name, evaluation=measured, verify=False, **with_notes)
+    card = ModelCard.load(folder / "README.md")
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(card.text)
+    inline = [child for token in tokens for child in token.children or ()]
+    plain = MarkdownIt("gfm-like", {"linkify": False}).parse(
+        ModelCard.load(tk.save_pretrained(result, tmp_path / "plain", verify=False) / "README.md").text
+    )
+    html = [token.content.strip() for token in tokens if token.type == "html_block"]
+    assert html == [token.content.strip() for token in plain if token.type == "html_block"]  # <details> of the template
+    assert not [child for child in inline if child.type in ("html_inline", "strong_open", "image")]
+    links = [child.attrs["href"] for child in inline if child.type == "link_open"]
+    assert links == ["https://arxiv.org/abs/2002.08258"]
+    headings = [tokens[i + 1].content for i, token in enumerate(tokens) if token.type == "heading_open"]
+    assert headings[1:] == ["Use it", "Size", "Accuracy", "Kept channels", "How it was made"]
+    fences = [token.content for token in tokens if token.type == "fence"]
+    assert len(fences) == 1
+    shown = "".join(child.content for child in inline if child.type in ("text", "code_inline"))
+    assert "<script>alert(1)</script> [x](javascript:alert(1))" in shown and "{{ 7 * 7 }} \\x1b[31m" in shown
+    assert "# no heading" in shown and "plain words" in shown
+    calls = [node.func for node in ast.walk(ast.parse(fences[0])) if isinstance(node, ast.Call)]
+    assert {ast.unparse(call).rpartition(".")[2] for call in calls} == {
+        *("create_model", "eval", "create_transform", "resolve_model_data_config", "no_grad", "model", "transform"),
+        *("open", "convert", "print", "topk", "softmax"),
+    }
+    texts = [node.value for node in ast.walk(ast.parse(fences[0])) if isinstance(node, ast.Constant)]
+    assert f"local-dir:{name}" in texts

@@ -437,3 +437,23 @@ def test_brute_force_itself():
             if sum(weights[item] for item in subset) <= capacity
         ]
         assert brute_force(values, weights, capacity) == pytest.approx(max(sums), rel=1e-12)
+
+
+@pytest.mark.parametrize("fee", [-3.0, -0.5, 0.0, 0.5, 3.0])
+def test_a_relaxation_bounds_all_selections_of_its_count(fee):
+    """With a fee above 0 those of at most ``count`` items, below 0 those of at least ``count``; and not by far."""
+    rng = np.random.default_rng(0)
+    subsets = ((np.arange(2**8)[:, None] >> np.arange(8)) & 1).astype(bool)
+    looseness = []
+    for _ in range(40):
+        values, weights = rng.uniform(5, 20, 8), rng.integers(1, 30, 8)
+        capacity = int(weights.sum() * 0.6)
+        totals, fits = subsets @ values, subsets @ weights <= capacity
+        for count in range(1, 8):
+            relaxation = knapsack_exact._Relaxation(values, weights, capacity, fee, count)
+            number = subsets.sum(axis=1)
+            meant = fits & ((number <= count) if fee > 0 else (number >= count) if fee < 0 else fits)
+            if relaxation.is_sound and meant.any():
+                assert relaxation.bound >= totals[meant].max() - 1e-9
+                looseness.append(relaxation.bound / totals[meant].max())
+    assert len(looseness) > 100 and min(looseness) < 1.05  # it says something

@@ -117,6 +117,28 @@ HOSTILE = {
     "extra model_args": (at("model_args", "evil", value=1), "can't be built with .*evil"),
     "builder's model_args": (at("model_args", "pretrained_strict", value=False), "does not belong"),
     "checkpoint in model_args": (at("model_args", "checkpoint_path", value="/etc/passwd"), "does not belong"),
+    "trusted in model_args": (at("model_args", "trusted", value=True), "can't be built with .*trusted"),
+    "trusted and huge": (
+        lambda c: c["model_args"].update(
+            trusted=True, channels={**c["model_args"]["channels"], "base_args": {"depth": 50_000}}
+        ),
+        "several times larger|can't be built",
+    ),
+    "a parameter of ours in model_args": (at("model_args", "variant", value="x"), "does not belong"),
+    "arguments in model_args": (at("model_args", "arguments", value={"a": 1}), "can't be built with .*arguments"),
+    "a device that is none": (at("model_args", "device", value="evil"), "no device of torch"),
+    "a dtype of text": (at("model_args", "dtype", value="float64"), "no torch.dtype"),
+    "2^20 classes": (at("num_classes", value=2**20), "several times larger"),
+    "2^20 classes in model_args": (at("model_args", "num_classes", value=2**20), "several times larger"),
+    "2^16 inputs": (channels(base="resnet18", widths={}, base_args={"in_chans": 2**16}), "several times larger"),
+    "a large image for a transformer": (
+        channels(base="vit_tiny_patch16_224", widths={}, base_args={"img_size": 24_000}),
+        "more than 4 times",
+    ),
+    "the largest image for one with all pairs of positions": (
+        channels(base="swin_tiny_patch4_window7_224", widths={}, base_args={"img_size": 1024, "window_size": 256}),
+        "several times larger",
+    ),
     "10^12 classes": (at("num_classes", value=10**12), "num_classes"),
     "negative input": (at("pretrained_cfg", "input_size", value=[3, -1, 32]), "input_size"),
     "huge input": (at("pretrained_cfg", "input_size", value=[10**9, 32, 32]), "input_size"),
@@ -173,3 +195,53 @@ def test_bad_json_and_bad_weights(saved, tmp_path):
         load(tmp_path / "net")
     assert "conv1.weight is [3, 3, 3, 3], expected" in str(caught.value)
     assert "bn1.weight is missing; layer3.2.bn2.bias is missing; and 1 more" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "base, args",
+    [
+        ("resnet18", {"num_classes": 21_841}),
+        ("mobilenetv3_small_100", {"num_classes": 21_841}),
+        ("vit_tiny_patch16_224", {"img_size": 448}),
+        ("vit_tiny_patch16_224", {"img_size": [384, 640]}),
+        ("resnet18", {"in_chans": 12}),
+    ],
+)
+def test_what_people_do_with_a_base_is_allowed(base, args):
+    """The counterpart of the limits: other classes, images and input channels."""
+    from timm_knapsack.models.effort import build_within_limits
+
+    assert sum(p.numel() for p in build_within_limits(base, args).parameters()) > 1e6
+
+
+def test_a_pruned_model_with_a_name_is_checked_too():
+    """Its config ships with the package; what is asked of it may stand in a stranger's config.json."""
+    memory = RealMemory()
+    with pytest.raises(ChannelConfigError, match="several times larger"), memory:
+        timm.create_model("resnet50_knapsack_2g", num_classes=2**20)
+    assert memory.bytes < 1e6
+
+
+def test_model_source_checks_what_timm_would_not(saved, tmp_path):
+    """The config.json of a plain timm model, through the door of the command line."""
+    from timm_knapsack.models.model_source import ModelSource
+
+    def refused(text, message):
+        (tmp_path / "config.json").write_text(text)
+        memory = RealMemory()
+        with pytest.raises(ChannelConfigError, match=message), memory:
+            ModelSource(str(tmp_path)).load()
+        assert memory.bytes < 1e6
+
+    refused('{"a":' * 100_000, "nested too deeply")
+    refused("[" + "1," * 3_000_000 + "1]", "larger than 4 MiB")
+    refused('{"architecture": "resnet18", "architecture": "resnet50"}', "stands twice")
+    refused('{"architecture": 3}', "names no architecture")
+    refused('{"architecture": "resnet18", "model_args": [1]}', "expected an object")
+    refused('{"architecture": "resnet18", "model_args": {"checkpoint_path": "/etc/passwd"}}', "the caller's to say")
+    refused('{"architecture": "vit_tiny_patch16_224", "model_args": {"img_size": 24000}}', "more than 4 times")
+    refused('{"architecture": "resnet18", "num_classes": 1048576}', "several times larger")
+    refused('{"architecture": "evil"}', "timm has no model")
+    shutil.copy(saved / "config.json", tmp_path)
+    shutil.copy(saved / "model.safetensors", tmp_path)
+    assert ModelSource(str(tmp_path)).load().num_classes == 10

@@ -1,5 +1,6 @@
 """Recipes: the strict schema, a dry run of every file, and stages that are skipped when nothing changed."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +94,11 @@ def test_accelerate_reads_the_config(path):
         ({"finetune": {"distillation": {"ikd_wieght": 3}}}, "did you mean 'ikd_weight'?"),
         ({"finetune": {"epochs": 0}}, "finetune: epochs must be a whole number at least 1"),
         ({"data": "images"}, "data is 'images', expected keys with values"),
-        ({"name": "a/b"}, "without slashes"),
+        ({"name": "a/b"}, "no dot first"),
+        ({"name": ".."}, "name is '..', expected"),
+        ({"name": "."}, "no dot first"),
+        ({"name": "a\x1b[31m"}, "no dot first"),
+        ({"finetune": {"output_dir": "runs/../../home"}}, "can't lead upwards"),
     ],
 )
 def test_a_wrong_recipe_names_key_and_value(changes, words):
@@ -115,6 +120,39 @@ def test_not_yaml_and_not_there(tmp_path):
         Recipe.load(path)
     with pytest.raises(RecipeError, match=r"there is no recipe .*did you mean .*r\.yaml"):
         Recipe.load(tmp_path / "q.yaml")
+
+
+BILLION_LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BILLION_LAUGHS, r"line 2: the alias \*a is not allowed"),
+        ("a: &a [*a]", r"the alias \*a is not allowed"),
+        ("name: a\nmodel: {name: b}\nname: c", "line 3: the key 'name' stands twice"),
+        ("model: {name: a, name: b}", "line 1: the key 'name' stands twice"),
+        ("1: a\n1.0: b", "stands twice"),
+        ("x: " + "a" * 20_000_000, "larger than 0.0625 MiB"),
+        ("[" * 30_000, "nested too deeply|not YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
+        ("a: 2024-13-45", "a value can't be read"),
+        ("a: \x07", "not YAML"),
+        ("? [a]\n: b", "unhashable"),
+        ("name: a\nmodel: {name: 'b\x85c'}", "data is missing"),
+        ("name: a\nmodel: {name: b}\ndata: {source: c}", "budget is missing"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_recipe_from_a_stranger_is_refused_at_once(tmp_path, text, words):
+    (tmp_path / "r.yaml").write_text(text)
+    began = time.process_time()
+    with pytest.raises(RecipeError, match=words) as error:
+        Recipe.load(tmp_path / "r.yaml")
+    assert time.process_time() - began < 1
+    assert "\n" not in str(error.value) and len(str(error.value)) <= 1000
 
 
 def test_settings_win_over_the_file(tmp_path):

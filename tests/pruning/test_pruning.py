@@ -437,3 +437,16 @@ def test_keywords_of_scoring_are_passed_on():
     model = mixed()
     result = tk.prune(model, budget=tk.Budget(macs=0.5), groups=mixed_groups(model), criterion="random", seed=3)
     assert result.report.scores["criterion"] == "random"
+
+
+def test_negative_scores_are_refused_and_not_pruned_far_below_the_budget():
+    """A unit of negative value is better gone than kept, so the search would go on below the budget."""
+    case = Case(Net(), SHAPE)
+    scores = {name: values - values.median() for name, values in case.scores.items()}
+    with pytest.raises(ScoreError, match=r"scores\['.*'\] has a negative value, -.*subtract the least"):
+        tk.prune(case.model, scores=scores, groups=case.groups, budget=tk.Budget(macs=0.9))
+    least = min(values.min() for values in scores.values())
+    shifted = {name: values - least for name, values in scores.items()}
+    result = tk.prune(case.model, scores=shifted, groups=case.groups, budget=tk.Budget(macs=0.9))
+    macs = result.report.line("macs")
+    assert 0.99 * macs.asked < macs.counted <= macs.asked

@@ -229,3 +229,22 @@ def test_the_checks_can_fail():
     for wrong in ({"counts": [3, 3]}, {"counts": [1, 1], "value": 2.0}, {"value": good.value - 1}, {"counts": [4, 1]}):
         with pytest.raises(AssertionError):
             check(replace(good, **wrong), ladders, [cost], limits)
+
+
+def test_going_half_of_the_way_finds_better_widths_than_going_all_of_it(monkeypatch):
+    """The slopes hold near the widths that they were taken at: in a deep chain, whole steps jump past the good ones."""
+
+    def values():
+        found = []
+        for seed in range(8):
+            rng = np.random.default_rng(seed)
+            ladders = [ladder(rng.lognormal(rng.normal(0, 0.5), 0.3, 32), 1, 32, 1) for _ in range(6)]
+            cost = chain("macs", [32] * 6, [50] * 6)
+            for fraction in (0.5, 0.2, 0.05):
+                found.append(search_widths(ladders, [cost], {"macs": cost.at([32] * 6) * fraction}).value)
+        return np.array(found)
+
+    damped = values()
+    monkeypatch.setattr(width_search, "_moved", lambda here, there: there)
+    whole_steps = values()
+    assert (whole_steps <= damped * (1 + 1e-9)).all() and (whole_steps / damped).min() < 0.98

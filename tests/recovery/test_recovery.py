@@ -217,3 +217,18 @@ def test_kind_errors():
         tk.recover(slim, net, [], kept=kept)
     with pytest.raises(KnapsackError, match="expected images"):
         tk.recover(slim, net, [{"x": 1}], kept=kept)
+
+
+@pytest.mark.parametrize("ridge", [-1, 0, 0.0, float("nan"), float("inf"), True, "small"])
+def test_a_penalty_without_a_single_best_fit_is_refused(ridge):
+    """Constant images make every Gram matrix singular: without a penalty there is no solution."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    with pytest.raises(KnapsackError, match=r"ridge=.*expected a number above 0"):
+        tk.recover(copy.deepcopy(net), net, [torch.ones(4, 3, 8, 8)], kept={}, ridge=ridge)
+
+
+@pytest.mark.parametrize("number", [-1, 0, 1.5, True, "many"])
+def test_a_number_of_images_that_is_none_is_refused(number):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    with pytest.raises(KnapsackError, match=r"images=.*at least one image"):
+        tk.recover(copy.deepcopy(net), net, [images()], kept={}, images=number)

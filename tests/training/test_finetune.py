@@ -435,7 +435,7 @@ def run_of_every_process(global_batch, folder):
 
         def __getitem__(self, index):
             self.fetched += 1
-            if self.fetched == 72 // accelerator.num_processes + 1 and accelerator.is_last_process:
+            if self.fetched == 80 // accelerator.num_processes + 1 and accelerator.is_last_process:
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().__getitem__(index)
 

@@ -157,7 +157,7 @@ def test_resumed_equals_uninterrupted(tmp_path, kind):
         assert_equal_runs(partial, whole)
         rewind(tmp_path, kind)
     else:
-        # 1 batch or 2 to look at the shapes, 5 for the ridge fit, then the middle of the second epoch
+        # 2 batches or 3 to look at the shapes and the data, 5 for the ridge fit, then the middle of the second epoch
         with pytest.raises(Stop):
             train(tmp_path, kind, loader=stop_after(loaders(kind), 16))
     state = read_checkpoint(tmp_path / "last").state
@@ -190,7 +190,7 @@ def rewind(folder, kind):
 def test_the_comparison_notices_lost_state(tmp_path):
     """Each part of the state, when dropped, changes the end: so the equality above says something."""
     with pytest.raises(Stop):
-        train(tmp_path, "list", loader=stop_after(loaders("list"), 13))
+        train(tmp_path, "list", loader=stop_after(loaders("list"), 14))
     whole = train(None, "list")
     for lost in ("momentum", "ema", "projections", "position"):
         copy = tmp_path.parent / f"{tmp_path.name}-{lost}"
@@ -202,6 +202,7 @@ def test_the_comparison_notices_lost_state(tmp_path):
                 entry["exp_avg"].zero_()
         elif lost == "position":
             state["batch"] -= 2
+            state["update"] -= 1
         else:
             for tensor in checkpoint.tensors[lost].values():
                 tensor.zero_()
@@ -277,6 +278,8 @@ def test_without_the_protocol_the_crash_test_would_fail(tmp_path):
         (lambda p: (p / "state.json").write_text("[]"), "state.json is not a checkpoint of timm-knapsack"),
         (lambda p: edit(p, version=99), "version 99"),
         (lambda p: edit(p, files={"../../etc/passwd": {}}), "outside the checkpoint"),
+        (lambda p: edit(p, files=["model.safetensors"]), "lists no files"),
+        (lambda p: edit(p, files=None), "lists no files"),
     ],
 )
 def test_damaged_checkpoints_are_named(tmp_path, damage, words):

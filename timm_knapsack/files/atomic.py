@@ -50,7 +50,12 @@ def replacing_file(path: str | os.PathLike) -> Iterator[Path]:
     _remove_abandoned(path)
     with _place_beside(path) as place:
         new = place / path.name
-        yield new
+        try:
+            yield new
+        except OSError as error:
+            if error.filename in (str(new), None):  # the caller knows nothing of this one
+                error.filename = str(path)
+            raise
         os.chmod(new, stat.S_IMODE(place.stat().st_mode) & 0o666)  # safetensors' own are for one user only
         flush(new)
         os.replace(new, path)
@@ -162,7 +167,7 @@ def _place_beside(target: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(target: Path) -> None:
-    for place in target.parent.glob(f".{glob.escape(target.name)}.writing.*"):
+    for place in target.parent.glob(f".{glob.escape(target.name)}.writing.{'[0-9a-f]' * 8}"):
         lock = _locked(place, wait=False)
         if lock is not None:
             try:
@@ -220,7 +225,7 @@ def _exchange_by_renames(new: Path, folder: Path) -> None:
 
 
 def _parked(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
+    return folder.with_name(f".{folder.name}.old.timm-knapsack")  # a name that nobody gives to a folder of their own
 
 
 def _carry_over(folder: Path, new: Path) -> None:

@@ -1,4 +1,4 @@
-"""JSON files: the one cleaner of data, the one writer, and the one reader that checks a file's format and version."""
+"""JSON files: the one cleaner of data, the one writer, and the one reader, which trusts no file."""
 
 import json
 import os
@@ -8,6 +8,8 @@ from typing import Any
 
 from ..errors import KnapsackError
 from .atomic import write_text
+
+MAX_BYTES = 32 * 2**20  # the longest run's record is a few MB
 
 
 def plain(value: Any) -> Any:
@@ -57,6 +59,80 @@ def write_json(path: str | os.PathLike, data: Any, *, exact: bool = False, **sty
     return write_text(path, to_json(data if exact else plain(data), **style))
 
 
+def parse_json(text: str, source: str, error: type[KnapsackError] = KnapsackError, advice: str = "") -> Any:
+    """The data of a JSON text that a stranger may have written; a key that stands twice, or NaN, is an error.
+
+    Args:
+        source: what the error calls the text.
+        error: the class to raise.
+        advice: what to do about it.
+
+    Example:
+        >>> parse_json('{"a": 1, "a": 2}', "a.json")
+        Traceback (most recent call last):
+        ...
+        timm_knapsack.errors.KnapsackError: a.json: the key 'a' stands twice in one object
+    """
+    end = f"; {advice}" if advice else ""
+
+    def unique(pairs):
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise error(f"{source}: the key {shortened(key)} stands twice in one object{end}")
+            seen[key] = value
+        return seen
+
+    def no_constant(word):
+        raise error(f"{source}: {word} is no number of JSON{end}")
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+    except RecursionError:
+        raise error(f"{source} is not JSON that can be read: it is nested too deeply{end}") from None
+    except error:
+        raise
+    except ValueError as reason:
+        raise error(f"{source} is not JSON: {reason}{end}") from None
+
+
+def read_limited(
+    path: str | os.PathLike, max_bytes: int, error: type[KnapsackError] = KnapsackError, advice: str = ""
+) -> str:
+    """A text file in UTF-8 of at most so many bytes; nothing of a larger one is read.
+
+    Example:
+        >>> import tempfile
+        >>> read_limited(write_text(Path(tempfile.mkdtemp()) / "a.txt", "whole"), 100)
+        'whole'
+    """
+    end = f"; {advice}" if advice else ""
+    try:
+        with open(path, "rb") as file:  # its size on disk says nothing of a pipe
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise error(f"{path} is larger than {max_bytes / 2**20:g} MiB, which no such file is{end}")
+        return data.decode("utf-8")
+    except OSError as reason:
+        raise error(f"{path} can't be read: {reason.strerror or reason}{end}") from None
+    except UnicodeDecodeError:
+        raise error(f"{path} is not a text file in UTF-8{end}") from None
+
+
+def shortened(value: Any, length: int = 80) -> str:
+    """``repr`` of a value that a stranger may have made, in one line and not longer than this.
+
+    Example:
+        >>> shortened("a" * 100, 10)
+        "'aaaaaa..."
+    """
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
 def read_json(
     path: str | os.PathLike,
     kind: str,
@@ -65,6 +141,7 @@ def read_json(
     version: int,
     error: type[KnapsackError] = KnapsackError,
     advice: str = "",
+    max_bytes: int = MAX_BYTES,
 ) -> dict[str, Any]:
     """Read a JSON file of ours; one that is unreadable, of another format or version is an error that says so.
 
@@ -73,6 +150,7 @@ def read_json(
         format: what its key ``format`` must say, ``version`` likewise.
         error: the class to raise.
         advice: what to do about it.
+        max_bytes: a larger file is refused.
 
     Example:
         >>> import tempfile
@@ -81,14 +159,9 @@ def read_json(
         2
     """
     end = f"; {advice}" if advice else ""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as reason:
-        raise error(f"{path} can't be read: {reason.strerror or reason}{end}") from None
-    except (ValueError, RecursionError) as reason:
-        raise error(f"{path} is not JSON: {reason}{end}") from None
+    data = parse_json(read_limited(path, max_bytes, error, advice), str(path), error, advice)
     if not isinstance(data, dict) or data.get("format") != format:
         raise error(f"{path} is not {kind} of timm-knapsack (its format is not {format!r}){end}")
     if data.get("version") != version:
-        raise error(f"{path} has version {data.get('version')!r}, this timm_knapsack reads {version}{end}")
+        raise error(f"{path} has version {shortened(data.get('version'))}, this timm_knapsack reads {version}{end}")
     return data

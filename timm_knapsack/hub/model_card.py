@@ -4,7 +4,6 @@ Nothing in it is written by hand, and no figure appears that was not counted or 
 ``model_card_template.md`` beside this file (``model_cards/TEMPLATE.md`` in the repository).
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,10 +14,12 @@ import timm
 from torch import nn
 
 from ..costs.kinds import COSTS
-from ..errors import HubError
+from ..errors import HubError, KnapsackError, first_line, in_one_line
+from ..models.foreign_config import read_saved_config
 from ..models.pruned_models import pruned_model_config
 from ..models.rebuild import base_on_meta, model_args_of, resized
 from ..slim.channel_config import ChannelConfig
+from .markdown import code, python_text, repository, table, text
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 PICTURE = "kept_channels.png"
@@ -69,18 +70,24 @@ def model_card(folder: str | os.PathLike, repo_id: str | None = None, name: str 
         ``huggingface_hub.ModelCard``: ``str()`` of it is the text, ``.data`` the metadata.
     """
     folder = Path(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    made = config["timm_knapsack"]
+    config = read_saved_config(folder / "config.json")
+    channels = ChannelConfig.load(folder / "channels.json")
     name = name or folder.resolve().name
     source = f"hf-hub:{repo_id}" if repo_id else f"local-dir:{name}"
-    return _render(
-        title=repo_id.rpartition("/")[2] if repo_id else name,
-        config=ChannelConfig.load(folder / "channels.json"),
-        usage=_usage(source, weights=True, classes=config["num_classes"]),
-        pretrained_cfg=config["pretrained_cfg"],
-        made=made,
-        picture=PICTURE if (folder / PICTURE).exists() else None,
-    )
+    try:
+        return _render(
+            title=repo_id.rpartition("/")[2] if repo_id else name,
+            config=channels,
+            usage=_usage(source, weights=True, classes=config["num_classes"]),
+            pretrained_cfg=config["pretrained_cfg"],
+            made=config["timm_knapsack"],
+            picture=PICTURE if (folder / PICTURE).exists() else None,
+        )
+    except KnapsackError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"its config.json can't be shown as a card ({first_line(error)}); is it damaged?"
+        raise HubError(f"{folder}: {reason}") from error
 
 
 def named_model_card(name: str):
@@ -130,7 +137,7 @@ def _render(title, config, usage, pretrained_cfg, made, picture):
         base_model=base_model,
         datasets=list(made.get("datasets", ())) or None,
         tags=["image-classification", "timm", "timm-knapsack", "pruning"],
-        model_name=title if evaluations else None,
+        model_name=in_one_line(title) if evaluations else None,
         eval_results=[r for e in evaluations for r in _eval_results(e)] or None,
     )
     layers = layer_widths(config)
@@ -138,7 +145,7 @@ def _render(title, config, usage, pretrained_cfg, made, picture):
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
-        title=title,
+        title=text(title),
         summary=_summary(config, made["costs"], base_model),
         usage=usage,
         cost_table=_cost_table(made["costs"]),
@@ -147,7 +154,7 @@ def _render(title, config, usage, pretrained_cfg, made, picture):
         accuracy_table=_accuracy_table(evaluations),
         picture=picture,
         layer_summary=f"{thinner} of {len(layers)} convs and linears have fewer outputs",
-        layer_table=_table(["layer", "original", "kept"], [layer for layer in layers if layer[1] != layer[2]]),
+        layer_table=table(["layer", "original", "kept"], [layer for layer in layers if layer[1] != layer[2]]),
         history=_history(config, made),
     )
 
@@ -160,7 +167,7 @@ def _usage(source: str, weights: bool, classes: int) -> str:
         "import torch",
         "from PIL import Image",
         "",
-        f'model = timm.create_model("{source}"{pretrained}).eval()',
+        f"model = timm.create_model({python_text(source)}{pretrained}).eval()",
         "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)",
         "with torch.no_grad():",
         '    output = model(transform(Image.open("image.jpg").convert("RGB"))[None])',
@@ -173,9 +180,9 @@ def _usage(source: str, weights: bool, classes: int) -> str:
 
 
 def _summary(config: ChannelConfig, costs: Sequence[Mapping[str, Any]], base_model: str | None) -> str:
-    parts = [f"{1 - c['counted'] / c['original']:.1%} fewer {c['unit']}" for c in costs if _title(c) == c["unit"]]
-    origin = f", from the weights of [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
-    return f"`{config.base}` with {' and '.join(parts)}{origin}. An ordinary timm model."
+    parts = [f"{1 - c['counted'] / c['original']:.1%} fewer {text(c['unit'])}" for c in costs if _title(c) == c["unit"]]
+    origin = f", from the weights of {repository(base_model)}" if base_model else ""
+    return f"{code(config.base)} with {' and '.join(parts)}{origin}. An ordinary timm model."
 
 
 def _cost_table(costs: Sequence[Mapping[str, Any]]) -> str:
@@ -186,7 +193,7 @@ def _cost_table(costs: Sequence[Mapping[str, Any]]) -> str:
         [_title(cost), *(_number(cost.get(key)) for key, _ in used), f"{cost['counted'] / cost['original']:.1%}"]
         for cost in costs
     ]
-    return _table(["", *(title for _, title in used), "left"], rows)
+    return table(["", *(title for _, title in used), "left"], rows)
 
 
 def _title(cost: Mapping[str, Any]) -> str:
@@ -205,7 +212,7 @@ def _accuracy_table(evaluations: Sequence[Evaluation]) -> str:
         + ["" if getattr(e, key) is None else f"{getattr(e, key):.2f}" for key, _ in used]
         for e in evaluations
     ]
-    return _table(["measured on", "images", *(title for _, title in used)], rows)
+    return table(["measured on", "images", *(title for _, title in used)], rows)
 
 
 def _eval_results(e: Evaluation):
@@ -225,15 +232,16 @@ def _eval_results(e: Evaluation):
 
 def _history(config: ChannelConfig, made: Mapping[str, Any]) -> str:
     lines = [
-        f"- base architecture: `{config.base}`" + (f" with `{dict(config.base_args)}`" if config.base_args else "")
+        f"- base architecture: {code(config.base)}"
+        + (f" with {code(dict(config.base_args))}" if config.base_args else "")
     ]
     pruning = made.get("pruning") or {}
     scores, options = pruning.get("scores") or {}, pruning.get("options") or {}
     if scores:
-        lines.append("- channel scores: " + ", ".join(f"{key} `{value}`" for key, value in scores.items()))
+        lines.append("- channel scores: " + ", ".join(f"{text(key)} {code(value)}" for key, value in scores.items()))
     options = {key: value for key, value in options.items() if value not in ([], {})}
     if options:
-        lines.append("- options: " + ", ".join(f"{key} `{value}`" for key, value in options.items()))
+        lines.append("- options: " + ", ".join(f"{text(key)} {code(value)}" for key, value in options.items()))
     if pruning.get("total_value"):
         value, bound = pruning["value"], pruning.get("upper_bound")
         certificate = "" if bound is None else f", upper bound {bound:.6g}"  # an infinite one is null in JSON
@@ -242,8 +250,9 @@ def _history(config: ChannelConfig, made: Mapping[str, Any]) -> str:
             f"(value {value:.6g}{certificate})"
         )
     if made.get("versions"):
-        lines.append("- saved with " + ", ".join(f"{name} {version}" for name, version in made["versions"].items()))
-    lines += [f"- {note}" for note in made.get("notes", ())]
+        installed = ", ".join(f"{text(name)} {text(version)}" for name, version in made["versions"].items())
+        lines.append(f"- saved with {installed}")
+    lines += [f"- {text(note)}" for note in made.get("notes", ())]
     return "\n".join(lines)
 
 
@@ -268,12 +277,6 @@ def _number(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}" if abs(value) < 1e6 else f"{value:,.0f}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
 
 
 def evaluations_to_json(values: Sequence[Evaluation | Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..errors import HubError, KnapsackError
 from ..version import __version__
+from .patience import TRIES, patiently
 
 TOKEN_HINT = "run `hf auth login`, set HF_TOKEN, or pass token=…"
 
@@ -68,31 +69,37 @@ def publish(
     if dry_run:
         sizes = _sizes(files, {name: text(repo_id) for name, text in texts.items()})
         return Publication(repo_id, sizes, branch, private, tag, url=None)
+    token = _checked_token(token)
     if token is None and get_token() is None:
         raise HubError(f"publishing {repo_id} needs a Hub token, and none was found: {TOKEN_HINT}")
     api = HfApi(token=token, library_name="timm-knapsack", library_version=__version__)
     step = "creating the repository"
     try:
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        repo_id = patiently(lambda: api.create_repo(repo_id, private=private, exist_ok=True)).repo_id
         if branch != "main":
             step = f"creating the branch {branch}"
-            api.create_branch(repo_id, branch=branch, exist_ok=True)
+            patiently(lambda: api.create_branch(repo_id, branch=branch, exist_ok=True))
         step = "uploading"
         rendered = {name: text(repo_id) for name, text in texts.items()}
         operations = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
         operations += [CommitOperationAdd(name, text.encode()) for name, text in rendered.items()]
         gone = set(optional) - set(files)
         if gone:
-            there = set(api.list_repo_files(repo_id, revision=branch))
+            there = set(patiently(lambda: api.list_repo_files(repo_id, revision=branch)))
             operations += [CommitOperationDelete(name) for name in sorted(gone & there)]
-        commit = api.create_commit(repo_id, operations, commit_message=commit_message, revision=branch)
+        commit = patiently(
+            lambda: api.create_commit(repo_id, operations, commit_message=commit_message, revision=branch)
+        )
         if tag is not None:
             step = f"setting the tag {tag}"
-            api.create_tag(repo_id, tag=tag, revision=commit.oid)
+            patiently(lambda: api.create_tag(repo_id, tag=tag, revision=commit.oid))
     except KnapsackError:
         raise
     except Exception as error:  # from the Hub client or the network underneath; the block calls nothing else
-        raise HubError(_explain(error, repo_id, step, api.endpoint)) from error
+        secrets = [secret for secret in (token, get_token()) if secret]
+        message = _without(_explain(error, repo_id, step, api.endpoint), secrets)
+        leaks = any(secret in str(error) for secret in secrets)  # the cause is printed with the error
+        raise HubError(message) from (None if leaks else error)
     return Publication(repo_id, _sizes(files, rendered), branch, private, tag, url=commit.commit_url)
 
 
@@ -113,8 +120,25 @@ def _explain(error: Exception, repo_id: str, step: str, endpoint: str) -> str:
     if status == 409:
         return f"{what}: the Hub reports a conflict ({_line(error)}); choose another name, tag or branch"
     if status is not None:
-        return f"{what}: {endpoint} answered {status} ({_line(error)}); try again later"
+        tried = f", {TRIES} times or with a long Retry-After" if status == 429 or status >= 500 else ""
+        return f"{what}: {endpoint} answered {status}{tried} ({_line(error)}); try again later"
     return f"{what}: the connection to {endpoint} broke ({type(error).__name__}: {_line(error)}); run it again"
+
+
+def _checked_token(token: str | None) -> str | None:
+    """A token read from a file ends in a line break; what else no token has would be quoted in the client's error."""
+    if token is None:
+        return None
+    token = token.strip() if isinstance(token, str) else ""
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise HubError(f"this is no Hub token: it is empty, or has characters that none has; {TOKEN_HINT}")
+    return token
+
+
+def _without(message: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
+        message = message.replace(secret, "(the token)")
+    return message
 
 
 def _line(error: Exception) -> str:

@@ -61,8 +61,8 @@ def image_batches(loader: Iterable | None, limit: int | None = None, device: Any
         >>> [len(x) for x in image_batches([torch.zeros(4, 3, 8, 8)] * 3, limit=10)]
         [4, 4, 2]
     """
-    if limit is not None and limit < 1:
-        raise KnapsackError(f"images={limit}: at least one image is needed")
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise KnapsackError(f"images={limit!r}: expected a whole number, at least one image is needed")
     batches, count = [], 0
     for batch in loader if loader is not None else ():
         x = images_of(batch).to(device)

@@ -12,9 +12,11 @@ from urllib.parse import urlparse
 import timm
 import torch
 from safetensors.torch import load_file
+from timm.models._hub import download_from_hf
 from torch import nn
 
-from ..errors import CheckpointError, KnapsackError
+from ..errors import CheckpointError, KnapsackError, first_line
+from .foreign_config import read_saved_config
 
 _NOT_BASE_ARGS = ("num_classes", "in_chans")  # the model itself says these
 
@@ -74,18 +76,26 @@ class ModelSource:
         if wanted and not self.name.startswith("local-dir:"):
             prefer_cache_when_offline()
         try:
+            if self.is_folder:
+                read_saved_config(self._config_file())
             model = timm.create_model(self.name, pretrained=wanted, **self.args)
-        except (TypeError, AssertionError) as error:
-            raise KnapsackError(f"{self.name} can't be built with {dict(self.args)}: {error}") from error
-        except OSError as error:
-            raise KnapsackError(f"the weights of {self.name} can't be had: {_why(error)}") from error
         except KnapsackError:
             raise
-        except RuntimeError as error:
-            raise KnapsackError(f"{self.name} can't be loaded: {' '.join(str(error).split())[:300]}") from error
+        except OSError as error:
+            raise KnapsackError(f"the weights of {self.name} can't be had: {_why(error)}") from error
+        except Exception as error:  # a folder may hold anything, and timm raises whatever comes of it
+            if isinstance(error, (TypeError, AssertionError)):
+                raise KnapsackError(f"{self.name} can't be built with {dict(self.args)}: {error}") from error
+            if not self.is_folder and not isinstance(error, RuntimeError):
+                raise
+            raise KnapsackError(f"{self.name} can't be loaded: {first_line(error)}") from error
         if self.weights is not None:
             load_weights(model, self.weights)
         return model.eval()
+
+    def _config_file(self) -> str:
+        source, place = self.name.split(":", 1)
+        return download_from_hf(place, "config.json") if source == "hf-hub" else os.path.join(place, "config.json")
 
     def on_meta(self) -> nn.Module:
         """The architecture without memory for its weights."""

@@ -87,7 +87,7 @@ def knapsack_pruned(pretrained: bool = False, channels: Mapping[str, Any] | None
         )
     if not isinstance(channels, ChannelConfig):
         channels = ChannelConfig.from_dict(channels, "channels")
-    return build_pruned(GENERIC, channels, pretrained, **kwargs)
+    return build_pruned(GENERIC, channels, pretrained, kwargs)
 
 
 def register_pruned_model(
@@ -110,7 +110,7 @@ def register_pruned_model(
     """
     if not isinstance(config, ChannelConfig):
         config = ChannelConfig.load(config)
-    return _register(config, weights, trusted=False)
+    return _register(config, weights)
 
 
 def pruned_model_config(name: str) -> ChannelConfig:
@@ -127,7 +127,7 @@ def pruned_model_config(name: str) -> ChannelConfig:
     return _configs[name]
 
 
-def _register(config: ChannelConfig, weights: Mapping[str, Mapping[str, Any]] | None, trusted: bool) -> str:
+def _register(config: ChannelConfig, weights: Mapping[str, Mapping[str, Any]] | None) -> str:
     if not is_model(config.base):
         check_base(config.base)
     config = config.architecture()
@@ -143,7 +143,7 @@ def _register(config: ChannelConfig, weights: Mapping[str, Mapping[str, Any]] | 
     default_cfgs.update(generate_default_cfgs(cfgs))
 
     def entrypoint(pretrained: bool = False, **kwargs) -> nn.Module:
-        return build_pruned(name, config, pretrained, trusted=trusted, **kwargs)
+        return build_pruned(name, config, pretrained, kwargs)
 
     entrypoint.__name__ = entrypoint.__qualname__ = name
     entrypoint.__doc__ = f"A pruned {config.base}."
@@ -178,7 +178,7 @@ def _register_all() -> None:
         weights = None
         if source and is_model(source):
             weights = {source.partition(".")[2]: vars(get_pretrained_cfg(source))}
-        _register(config, weights, trusted=True)
+        _register(config, weights)
     for folder in filter(None, os.environ.get(CONFIGS_VARIABLE, "").split(os.pathsep)):
         if not Path(folder).is_dir():
             warnings.warn(f"{CONFIGS_VARIABLE} names {folder!r}, which is no folder", stacklevel=2)

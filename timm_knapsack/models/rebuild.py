@@ -4,8 +4,8 @@ timm's ``build_model_with_cfg`` takes a callable that returns the network. Given
 resizes it, timm does the rest as for its own models: pretrained config, weights, ``num_classes``, ``in_chans``,
 ``features_only``. No tracing, no data, no solver.
 
-A config may be untrusted. Then the base is built on the meta device first, where nothing is allocated, under
-a limit on what its arguments may make of it; only a config that fits gets real memory.
+A config may come from a stranger. So the base is always built on the meta device first, where nothing is allocated,
+under a limit on what its arguments may make of it (``effort``); only a config that fits gets real memory.
 """
 
 import dataclasses
@@ -25,7 +25,6 @@ from timm.models import (
 )
 from timm.models._builder import pretrained_cfg_for_features
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..errors import ChannelConfigError, CheckpointError
 from ..slim.attributes import get_attribute
@@ -33,6 +32,7 @@ from ..slim.channel_config import ChannelConfig
 from ..slim.copying import named_tensors
 from ..slim.cutting import resize_model
 from ..slim.example_inputs import image_channels
+from .effort import build_within_limits
 from .foreign_config import as_tuple, check_arguments, check_base, check_pretrained_cfg
 
 WRAPPERS = {
@@ -43,38 +43,28 @@ WRAPPERS = {
     "FeatureGetterNet": "getter",
 }
 
-# Arguments that every timm model takes and that can't make it much larger; the rest is measured against the plain base.
-_ORDINARY = {"num_classes", "in_chans", "drop_rate", "drop_path_rate", "global_pool", "device", "dtype"}
-_FEATURE_ARGS = {"features_only", "out_indices", "feature_cls"}
-
 
 def build_pruned(
-    variant: str,
-    config: ChannelConfig,
-    pretrained: bool = False,
-    *,
-    trusted: bool = False,
-    pretrained_cfg: Any = None,
-    pretrained_cfg_overlay: dict[str, Any] | None = None,
-    cache_dir: Any = None,
-    **kwargs,
+    variant: str, config: ChannelConfig, pretrained: bool = False, arguments: Mapping[str, Any] | None = None
 ) -> nn.Module:
     """The pruned model, as ``timm.create_model`` would return it for a model of its own.
 
     Args:
         variant: the name it is created under.
-        trusted: the config ships with this package; others are checked on the meta device first.
-        kwargs: as for the base model; they win over the config's ``base_args``.
+        arguments: those of ``timm.create_model`` and of the base model, which win over the config's ``base_args``. They
+            may stand in a config.json, as ``model_args``: so they are one mapping, and can't reach a parameter here.
     """
     check_base(config.base)
-    kwargs = {**config.base_args, **kwargs}
+    kwargs = {**config.base_args, **(arguments or {})}
+    pretrained_cfg, overlay = kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
+    cache_dir = kwargs.pop("cache_dir", None)
     check_arguments(kwargs)
     if isinstance(pretrained_cfg, Mapping):
         check_pretrained_cfg(pretrained_cfg)
         pretrained_cfg = {k: tuple(v) if isinstance(v, list) else v for k, v in pretrained_cfg.items()}  # from JSON
     elif not pretrained_cfg and get_pretrained_cfg(variant) is None:
         pretrained_cfg = weightless_cfg(config.base)
-    cfg = resolve_pretrained_cfg(variant, pretrained_cfg, pretrained_cfg_overlay)
+    cfg = resolve_pretrained_cfg(variant, pretrained_cfg, overlay)
 
     first_conv = cfg.first_conv
     in_chans = kwargs.get("in_chans", cfg.input_size[0])
@@ -89,7 +79,7 @@ def build_pruned(
     elif features_only:
         kwargs["features_only"] = True
     model = build_model_with_cfg(
-        _network(config, trusted, by_class, inferred={"img_size"} - set(kwargs)),
+        _network(config, by_class, inferred={"img_size"} - set(kwargs)),
         variant,
         pretrained,
         pretrained_cfg=cfg,
@@ -110,7 +100,7 @@ def build_pruned(
 # ---- the network ------------------------------------------------------------------------------------------------
 
 
-def _network(config: ChannelConfig, trusted: bool, by_class: bool, inferred: set[str]) -> Callable[..., nn.Module]:
+def _network(config: ChannelConfig, by_class: bool, inferred: set[str]) -> Callable[..., nn.Module]:
     """What timm's builder calls; ``inferred`` are arguments that it made up from the pretrained config.
 
     The base's own entrypoint sets these in its own form: some want an image size as a number, timm infers a pair.
@@ -120,10 +110,9 @@ def _network(config: ChannelConfig, trusted: bool, by_class: bool, inferred: set
         kwargs = _without(kwargs, inferred)
         if by_class:
             kwargs = {**_without(kwargs, {"num_classes"}), "features_only": True}
-        if not trusted:
-            slim = resized(base_on_meta(config, kwargs), config, by_class)
-            if torch.get_default_device().type == "meta" or str(kwargs.get("device")) == "meta":
-                return slim
+        slim = resized(base_on_meta(config, kwargs), config, by_class)
+        if torch.get_default_device().type == "meta" or str(kwargs.get("device")) == "meta":
+            return slim
         base = model_entrypoint(config.base)(pretrained=False, **kwargs)
         return _initialised(resized(base, config, by_class), base, config)
 
@@ -189,25 +178,8 @@ def base_on_meta(config: ChannelConfig, kwargs: Mapping[str, Any] | None = None)
         True
     """
     check_base(config.base)
-    kwargs = dict(config.base_args if kwargs is None else kwargs)
-    if "device" in kwargs:
-        kwargs["device"] = "meta"
-    calls, elements = None, None
-    if set(kwargs) - _ORDINARY - _FEATURE_ARGS:
-        calls, elements = _plain_effort(config.base)
-        calls, elements = 3 * calls + 1000, 8 * elements + 2**33
-    limit = _Effort(calls, elements)
-    try:
-        with torch.device("meta"), limit:
-            return model_entrypoint(config.base)(pretrained=False, **kwargs)
-    except ChannelConfigError:
-        raise
-    except Exception as error:  # whatever a foreign model raises about foreign arguments
-        shown = ", ".join(f"{k}={v!r}" for k, v in kwargs.items())
-        reason = str(error).partition("\n")[0]
-        raise ChannelConfigError(
-            f"the base model {config.base!r} can't be built with {shown[:300]}: {reason}"
-        ) from error
+    kwargs = config.base_args if kwargs is None else kwargs
+    return build_within_limits(config.base, kwargs)
 
 
 def model_args_of(model: nn.Module) -> dict[str, int]:
@@ -220,34 +192,6 @@ def model_args_of(model: nn.Module) -> dict[str, int]:
     if now is not None and now != usual:
         args["in_chans"] = now
     return args
-
-
-class _Effort(TorchFunctionMode):
-    """Counts what building a model takes, and stops it beyond a limit."""
-
-    def __init__(self, max_calls: int | None = None, max_elements: int | None = None):
-        super().__init__()
-        self.calls = self.elements = 0
-        self.max_calls = max_calls or 200_000
-        self.max_elements = max_elements or 2**37
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.calls += 1
-        if isinstance(result, Tensor):
-            self.elements += result.numel()
-        if self.calls > self.max_calls or self.elements > self.max_elements:
-            raise ChannelConfigError(
-                "these arguments make the base model several times larger than timm's own; is the config damaged?"
-            )
-        return result
-
-
-@lru_cache(maxsize=64)
-def _plain_effort(base: str) -> tuple[int, int]:
-    with torch.device("meta"), _Effort() as effort:
-        model_entrypoint(base)(pretrained=False)
-    return effort.calls, effort.elements
 
 
 # ---- features_only ----------------------------------------------------------------------------------------------

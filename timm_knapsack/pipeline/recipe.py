@@ -11,6 +11,7 @@
 
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -19,15 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from ..costs.latency.conditions import MeasuringConditions
 from ..errors import KnapsackError, RecipeError
+from ..files.plain_json import read_limited, shortened
+from ..files.strict_yaml import parse_yaml
 from ..models.model_source import ModelSource
 from ..pruning.budget import read_amounts
 from ..training.config import FinetuneConfig
 from ..training.distillation import DistillationConfig
 from ..values.valuation import CRITERIA
+
+MAX_BYTES = 2**16  # the longest recipe in this repository has 2 kB
+_NAME = re.compile(r"(?!\.)[\w\-.+ ]{1,100}")
 
 
 @dataclass(frozen=True)
@@ -156,8 +161,16 @@ class Recipe(Settings):
     paper: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        if not self.name or any(c in self.name for c in "/\\"):
-            raise RecipeError(f"name is {self.name!r}, expected a name without slashes")
+        for part in ("data", "budget"):  # settings without are fine, a recipe is not: dataclasses inherit the default
+            if getattr(self, part) is None:
+                raise RecipeError(f"{part} is missing")
+        if not _NAME.fullmatch(self.name):  # it names a folder
+            raise RecipeError(
+                f"name is {shortened(self.name)}, expected up to 100 letters, digits, spaces and -_.+, no dot first"
+            )
+        folder = self.finetune.get("output_dir")
+        if isinstance(folder, str) and ".." in Path(folder).parts:
+            raise RecipeError(f"finetune.output_dir is {shortened(folder)}: in a recipe it can't lead upwards with ..")
         amounts = {name: _number(value) for name, value in self.budget.items() if value is not None}
         object.__setattr__(self, "budget", amounts)
         try:
@@ -181,20 +194,13 @@ class Recipe(Settings):
     def load(cls, path: str | os.PathLike, changes: Mapping[str, Any] | None = None) -> "Recipe":
         """Read a YAML file; ``changes`` (``{"model.weights": …}``) win over what it says."""
         path = Path(path)
-        try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not path.exists():
             near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1, cutoff=0.5)
             hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-            raise RecipeError(f"there is no recipe {path}{hint}") from None
-        except OSError as error:
-            raise RecipeError(f"{path} can't be read: {error.strerror or error}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f", line {mark.line + 1}" if mark else ""
-            raise RecipeError(f"{path}{where}: not YAML: {getattr(error, 'problem', error)}") from None
+            raise RecipeError(f"there is no recipe {path}{hint}")
+        data = parse_yaml(read_limited(path, MAX_BYTES, RecipeError), str(path), RecipeError)
         if not isinstance(data, dict):
-            raise RecipeError(f"{path}: expected keys such as model and budget, got {data!r:.60}")
+            raise RecipeError(f"{path}: expected keys such as model and budget, got {shortened(data)}")
         for key, value in (changes or {}).items():
             place = data
             *parents, last = key.split(".")
@@ -279,7 +285,7 @@ def _value(value: Any, kind: Any, place: str) -> Any:
             return value
     words = {float: "a number", int: "a whole number", str: "text", bool: "true or false", type(None): "nothing"}
     expected = " or ".join(words.get(one, "a list of texts") for one in kinds)
-    raise RecipeError(f"{place} is {value!r:.80}, expected {expected}")
+    raise RecipeError(f"{place} is {shortened(value)}, expected {expected}")
 
 
 def _number(value: Any) -> Any:
@@ -294,7 +300,7 @@ def _number(value: Any) -> Any:
 
 def _mapping(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise RecipeError(f"{place} is {value!r:.80}, expected keys with values")
+        raise RecipeError(f"{place} is {shortened(value)}, expected keys with values")
     return dict(value)
 
 
@@ -303,4 +309,4 @@ def _check_keys(data: Mapping[str, Any], known: list[str], place: str) -> None:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise RecipeError(f"unknown key {key!r}{f' in {place}' if place else ''}; {hint}")
+            raise RecipeError(f"unknown key {shortened(key)}{f' in {place}' if place else ''}; {hint}")

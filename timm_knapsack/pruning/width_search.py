@@ -64,7 +64,7 @@ def search_widths(
                 best, best_value = fitting, value
         if np.array_equal(there, here) or stalled >= 4:
             break
-        here = there if np.abs(there - here).max() <= 1 else (here + there) / 2
+        here = _moved(here, there)
     best = _exchanged(ladders, costs, limits, _filled(ladders, costs, limits, best))
     value = _value(ladders, best)
     for cost in costs if len(costs) > 1 else ():  # the widths for one cost may meet the others as well
@@ -103,6 +103,11 @@ def _solve_linearised(ladders, costs, limits, here) -> tuple[np.ndarray, float]:
         keep, bound = relaxed.x > 1 - 1e-9, -relaxed.fun
     counts = least + np.bincount(owner[keep], weights=height[keep], minlength=len(ladders))
     return np.array([_down(rung, n) for rung, n in zip(ladders, counts, strict=True)], dtype=float), base + bound
+
+
+def _moved(here: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """Half of the way, as the slopes hold near ``here`` only; the last step whole."""
+    return there if np.abs(there - here).max() <= 1 else (here + there) / 2
 
 
 def _down(rung: Ladder, count: float) -> int:

@@ -29,7 +29,7 @@ from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
 from .finished_layers import FinishedLayers
 from .rectified import BOUNDS, Rectifier
-from .ridge import RidgeSums
+from .ridge import RidgeSums, check_ridge
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ def recover_layers(student, teacher, loader, *, kept=None, ridge=None, images=No
     """As `recover`; returns how each layer fared."""
     kept = dict(kept if kept is not None else kept_of(student, teacher))
     _check_pair(student, teacher, kept)
+    check_ridge(ridge)
     batches = varied(image_batches(loader, images, next(student.parameters()).device))
     with eval_mode(student, teacher), torch.no_grad():
         return _Recovery(student, teacher, batches, kept, ridge, accelerator).run()

@@ -7,11 +7,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..errors import KnapsackError
 from ..maps.patches import flat_weight
 
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 FEW_PENALTIES = (1e-3, 1e-1)  # for layers with so many inputs that a solve takes seconds
 MANY_INPUTS = 1500
+
+
+def check_ridge(ridge: float | None) -> None:
+    """Refuse a penalty with which there is no single best fit, as with none where inputs depend on each other.
+
+    Example:
+        >>> check_ridge(-1)
+        Traceback (most recent call last):
+        ...
+        timm_knapsack.errors.KnapsackError: ridge=-1: expected a number above 0, such as 1e-3, or None for ...
+    """
+    number = isinstance(ridge, (int, float)) and not isinstance(ridge, bool)
+    if ridge is not None and not (number and 0 < ridge < math.inf):
+        raise KnapsackError(
+            f"ridge={ridge!r}: expected a number above 0, such as 1e-3, or None for each layer's own; where inputs "
+            "depend on each other, 0 has no solution (1e-9 is as good as none)"
+        )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ No script, no font and no picture is loaded from anywhere; it follows the reader
 are plain HTML, so that they can be read on a phone.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -16,9 +15,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..errors import KnapsackError
+from ..errors import KnapsackError, first_line
 from ..files.atomic import write_text
 from ..human_numbers import cost_text, human
+from ..models.foreign_config import check_arguments, check_pretrained_cfg, read_saved_config
 from ..models.rebuild import base_on_meta
 from ..slim.channel_config import ChannelConfig
 from ..slim.cutting import resize_model
@@ -47,8 +47,16 @@ def write_report(folder: str | os.PathLike, out: str | os.PathLike | None = None
         raise KnapsackError(f"{folder} has no record of a pruning run (record.json); `timm-knapsack prune` writes one")
     out = folder if out is None else Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    record.pruning["layers"] = _in_network_order(record.pruning["layers"], folder)
-    page, pictures = _page(record, stage_macs(folder), out)
+    stages = stage_macs(folder)
+    try:
+        record.pruning["layers"] = _in_network_order(record.pruning["layers"], folder)
+        page, pictures = _page(record, stages, out)
+    except KnapsackError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise KnapsackError(
+            f"the record of {folder} can't be shown (record.json: {first_line(error)}); is it damaged?"
+        ) from error
     return [write_text(out / "report.html", page), *pictures]
 
 
@@ -71,9 +79,12 @@ def _architecture(folder: Path) -> tuple[Any, Any, Sequence[int]]:
     if not (folder / "channels.json").exists():
         return None, None, ()
     config = ChannelConfig.load(folder / "channels.json")
-    saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    size = saved.get("pretrained_cfg", {}).get("input_size") or (3, 224, 224)
-    return base_on_meta(config, {**config.base_args, "num_classes": saved.get("num_classes", 1000)}), config, size
+    saved = read_saved_config(folder / "config.json")
+    cfg = saved.get("pretrained_cfg", {})
+    check_pretrained_cfg(cfg)
+    classes = {"num_classes": saved.get("num_classes", 1000)}
+    check_arguments(classes)
+    return base_on_meta(config, {**config.base_args, **classes}), config, cfg.get("input_size") or (3, 224, 224)
 
 
 def _in_network_order(layers: Sequence[Mapping[str, Any]], folder: Path) -> list[Mapping[str, Any]]:

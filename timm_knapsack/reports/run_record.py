@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..files.plain_json import read_json, write_json
+from ..errors import KnapsackError
+from ..files.plain_json import read_json, shortened, write_json
 
 FILE = "record.json"
 FORMAT = "timm-knapsack/record"
@@ -78,4 +79,10 @@ class RunRecord:
         if not path.exists():
             return cls()
         data = read_json(path, "a record", format=FORMAT, version=VERSION)
+        for f in fields(cls):
+            kind = str if f.name == "command" else list if f.name in ("evaluations", "sweep") else dict
+            value = data.get(f.name, kind())
+            rows = value if kind is list else ()
+            if not isinstance(value, kind) or not all(isinstance(row, dict) for row in rows):
+                raise KnapsackError(f"{path} is damaged: {f.name} is {shortened(value)}, which no record holds")
         return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})

@@ -6,24 +6,22 @@ in (``num_heads``, ``groups``, ``feature_info`` …). A dim that is not named ke
 without importing it. Whether a config fits a model is checked where it is applied, in ``slim.resize_model``.
 """
 
-import json
 import operator
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ..errors import ChannelConfigError
 from ..files.atomic import write_text
-from ..files.plain_json import to_json
+from ..files.plain_json import parse_json, read_limited, shortened, to_json
 from .index_ranges import ranges_text, read_ranges
 
 FORMAT = "timm-knapsack/channel-config"
 VERSION = 2  # 2 added ``kept``; a config without it is still written as 1
-MAX_BYTES = 8 * 2**20  # the largest timm model's config is below 1 MB
+MAX_BYTES = 4 * 2**20  # the largest timm model's config is below 1 MB
 MAX_SIZE = 2**24  # no dim of a real model is larger; the base model sets the true limit
 MAX_BASE_ARG = 2**16  # image sizes, depths, widths: an untrusted file must not make timm build a huge model
 MAX_CLASSES = 2**20
@@ -130,19 +128,19 @@ class ChannelConfig:
     @classmethod
     def _from_dict(cls, data: Any) -> "ChannelConfig":
         if not isinstance(data, Mapping):
-            raise ChannelConfigError(f"expected a JSON object, got {_show(data)}")
+            raise ChannelConfigError(f"expected a JSON object, got {shortened(data)}")
         for key in _REQUIRED:
             if key not in data:
                 raise ChannelConfigError(f"key {key!r} is missing; a channel config has {', '.join(_REQUIRED)}")
         unknown = sorted(str(key) for key in data if key not in _REQUIRED + _OPTIONAL)
         if unknown:
             allowed = ", ".join(_REQUIRED + _OPTIONAL)
-            raise ChannelConfigError(f"unknown key {_show(unknown[0])}; the keys are {allowed}")
+            raise ChannelConfigError(f"unknown key {shortened(unknown[0])}; the keys are {allowed}")
         if data["format"] != FORMAT:
-            raise ChannelConfigError(f"format is {_show(data['format'])}, expected {FORMAT!r}")
+            raise ChannelConfigError(f"format is {shortened(data['format'])}, expected {FORMAT!r}")
         version = data["version"]
         if type(version) is not int or version < 1:
-            raise ChannelConfigError(f"version is {_show(version)}, expected a whole number from 1 to {VERSION}")
+            raise ChannelConfigError(f"version is {shortened(version)}, expected a whole number from 1 to {VERSION}")
         if version > VERSION:
             raise ChannelConfigError(
                 f"version {version} is newer than the {VERSION} that this timm_knapsack reads; upgrade timm-knapsack"
@@ -160,41 +158,13 @@ class ChannelConfig:
     def from_json(cls, text: str, source: str = "channel config") -> "ChannelConfig":
         if len(text) > MAX_BYTES:
             raise ChannelConfigError(f"{source}: {len(text)} characters; a channel config has at most {MAX_BYTES}")
-
-        def unique(pairs):
-            keys = [key for key, _ in pairs]
-            if len(set(keys)) < len(keys):
-                twice = next(key for key in keys if keys.count(key) > 1)
-                raise ChannelConfigError(f"{source}: key {_show(twice)} stands twice in one object")
-            return dict(pairs)
-
-        def no_constant(text):
-            raise ChannelConfigError(f"{source}: {text} is not a number of channels")
-
-        try:
-            data = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
-        except RecursionError:
-            raise ChannelConfigError(f"{source}: nested too deeply to be a channel config") from None
-        except ChannelConfigError:
-            raise
-        except ValueError as error:
-            raise ChannelConfigError(f"{source}: not JSON: {error}") from None
+        data = parse_json(text, source, ChannelConfigError)
         return cls.from_dict(data, source)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "ChannelConfig":
         """Read a file written by ``save``."""
-        path = Path(path)
-        try:
-            if path.stat().st_size > MAX_BYTES:
-                raise ChannelConfigError(
-                    f"{path}: {path.stat().st_size} bytes; a channel config has at most {MAX_BYTES}"
-                )
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ChannelConfigError(f"{path}: can't be read: {error.strerror or error}") from None
-        except UnicodeDecodeError:
-            raise ChannelConfigError(f"{path}: not a text file in UTF-8") from None
+        text = read_limited(path, MAX_BYTES, ChannelConfigError)
         return cls.from_json(text, str(path))
 
     def save(self, path: str | os.PathLike) -> None:
@@ -218,22 +188,15 @@ def _thawed(table):
     return {outer: dict(inner) for outer, inner in table.items()}
 
 
-def _show(value: Any) -> str:
-    try:
-        text = repr(value)
-    except RecursionError:
-        return f"a {type(value).__name__} nested too deeply"
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def _check_name(name: Any, key: str) -> None:
     if not isinstance(name, str) or not _MODEL_NAME.fullmatch(name):
-        raise ChannelConfigError(f"{key} is {_show(name)}, expected a model name of letters, digits and underscores")
+        expected = "expected a model name of letters, digits and underscores"
+        raise ChannelConfigError(f"{key} is {shortened(name)}, {expected}")
 
 
 def _read_size(value: Any, place: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_SIZE:
-        raise ChannelConfigError(f"{place} is {_show(value)}, expected a whole number from 1 to {MAX_SIZE}")
+        raise ChannelConfigError(f"{place} is {shortened(value)}, expected a whole number from 1 to {MAX_SIZE}")
     return value
 
 
@@ -242,25 +205,25 @@ def _read_dim(key: Any, place: str) -> int:
         return key
     if isinstance(key, str) and re.fullmatch(r"[0-9]", key):
         return int(key)
-    raise ChannelConfigError(f"{place}: {_show(key)} is not a dim, expected 0 to 9")
+    raise ChannelConfigError(f"{place}: {shortened(key)} is not a dim, expected 0 to 9")
 
 
 def _read_attribute(key: Any, place: str) -> str:
     if isinstance(key, str) and _DOTTED.fullmatch(key) and not key.startswith("_") and "._" not in key:
         return key
-    raise ChannelConfigError(f"{place}: {_show(key)} is not a public attribute name")
+    raise ChannelConfigError(f"{place}: {shortened(key)} is not a public attribute name")
 
 
 def _frozen_table(table: Any, key: str, read_inner) -> Mapping[str, Mapping[Any, int]]:
     if not isinstance(table, Mapping):
-        raise ChannelConfigError(f"{key} is {_show(table)}, expected an object")
+        raise ChannelConfigError(f"{key} is {shortened(table)}, expected an object")
     result = {}
     for outer, inner in table.items():
         if not isinstance(outer, str) or not (_DOTTED.fullmatch(outer) or (outer == "" and key == "attributes")):
-            raise ChannelConfigError(f"{key}: {_show(outer)} is not a dotted name")
+            raise ChannelConfigError(f"{key}: {shortened(outer)} is not a dotted name")
         place = f"{key}[{outer!r}]"
         if not isinstance(inner, Mapping) or not inner:
-            raise ChannelConfigError(f"{place} is {_show(inner)}, expected an object that is not empty")
+            raise ChannelConfigError(f"{place} is {shortened(inner)}, expected an object that is not empty")
         result[outer] = MappingProxyType(
             {read_inner(k, place): _read_size(v, f"{place}[{str(k)!r}]") for k, v in inner.items()}
         )
@@ -270,11 +233,12 @@ def _frozen_table(table: Any, key: str, read_inner) -> Mapping[str, Mapping[Any,
 def _frozen_kept(kept: Any, widths: Mapping[str, Mapping[int, int]]) -> Mapping[str, Mapping[int, tuple[int, ...]]]:
     """As many sorted channels as the width says, for each dim that is named; text of ranges as it stands in JSON."""
     if not isinstance(kept, Mapping):
-        raise ChannelConfigError(f"kept is {_show(kept)}, expected an object")
+        raise ChannelConfigError(f"kept is {shortened(kept)}, expected an object")
     result, total = {}, 0
     for name, dims in kept.items():
         if not isinstance(dims, Mapping) or not dims or name not in widths:
-            raise ChannelConfigError(f"kept[{_show(name)}] is {_show(dims)}, expected dims that widths name too")
+            what = f"kept[{shortened(name)}] is {shortened(dims)}"
+            raise ChannelConfigError(f"{what}, expected dims that widths name too")
         result[name] = {}
         for key, index in dims.items():
             place = f"kept[{name!r}][{str(key)[:20]!r}]"
@@ -295,16 +259,16 @@ def _text_of(index: Any, place: str) -> str:
     try:
         return ranges_text(operator.index(channel) for channel in index)
     except TypeError:
-        raise ChannelConfigError(f"{place} is {_show(index)}, expected channel numbers") from None
+        raise ChannelConfigError(f"{place} is {shortened(index)}, expected channel numbers") from None
 
 
 def _frozen_base_args(args: Any) -> Mapping[str, Any]:
     """Only plain values that shape an architecture: no nesting, nothing that reaches the disk or the network."""
     if not isinstance(args, Mapping):
-        raise ChannelConfigError(f"base_args is {_show(args)}, expected an object")
+        raise ChannelConfigError(f"base_args is {shortened(args)}, expected an object")
     result = {}
     for key, value in args.items():
-        place = f"base_args[{_show(key)}]"
+        place = f"base_args[{shortened(key)}]"
         if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,60}", key):
             raise ChannelConfigError(f"{place}: not an argument name")
         if _NOT_ARCHITECTURE.match(key):
@@ -318,9 +282,9 @@ def _frozen_base_args(args: Any) -> Mapping[str, Any]:
             plain = item is None or isinstance(item, (bool, int, str)) or (isinstance(item, float) and item - item == 0)
             if not plain or len(values) > 100 or (isinstance(item, str) and len(item) > 200):
                 raise ChannelConfigError(
-                    f"{place} is {_show(value)}, expected a plain number, text, or a short list of them"
+                    f"{place} is {shortened(value)}, expected a plain number, text, or a short list of them"
                 )
             if isinstance(item, (int, float)) and abs(item) > (MAX_CLASSES if key == "num_classes" else MAX_BASE_ARG):
-                raise ChannelConfigError(f"{place} is {_show(value)}, larger than any model uses")
+                raise ChannelConfigError(f"{place} is {shortened(value)}, larger than any model uses")
         result[key] = value
     return MappingProxyType(result)

@@ -1,10 +1,14 @@
-"""The one writer of safetensors files: whole or not at all, with the permissions of the user's umask."""
+"""The one writer of tensors: files are whole or not there; one that can't be written is the system's own error."""
 
+import errno
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from ..files.atomic import replacing_file
@@ -23,8 +27,52 @@ def write_tensors(
         tensor([0., 1., 2.])
     """
     with replacing_file(path) as new:
-        safetensors.torch.save_file(separate(tensors), new, metadata=dict(metadata or {"format": "pt"}))
+        try:
+            safetensors.torch.save_file(separate(tensors), new, metadata=dict(metadata or {"format": "pt"}))
+        except safetensors.SafetensorError as error:
+            raise _system_error(error, path) from None
     return Path(path)
+
+
+def write_state(path: str | os.PathLike, state: Any) -> Path:
+    """Write plain optimiser state by ``torch.save``, which alone keeps its nesting; read it with ``weights_only=True``.
+
+    Example:
+        >>> import tempfile, torch
+        >>> path = write_state(Path(tempfile.mkdtemp()) / "optimizer.pt", {"step": torch.tensor(3)})
+        >>> torch.load(path, weights_only=True)
+        {'step': tensor(3)}
+    """
+    with replacing_file(path) as new, open(new, "wb") as file:
+        stream = _Remembering(file)
+        try:
+            torch.save(state, stream)
+        except RuntimeError:  # torch says "unexpected pos 576 vs 534" where the disk is full
+            raise stream.error or OSError(errno.EIO, os.strerror(errno.EIO), str(path)) from None
+    return Path(path)
+
+
+class _Remembering:
+    """A file to write to that remembers what went wrong."""
+
+    def __init__(self, file):
+        self.file, self.error = file, None
+
+    def write(self, data) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _system_error(error: Exception, path: str | os.PathLike) -> Exception:
+    """safetensors tells the system's error in words: ``… No space left on device (os error 28)``."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1])), str(path)) if number else error
 
 
 def separate(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from ..errors import CheckpointError
 from ..files.atomic import replacing_folder
 from ..files.plain_json import read_json, write_json
-from ..slim.tensor_files import write_tensors
+from ..slim.tensor_files import write_state, write_tensors
 
 FORMAT = "timm-knapsack/checkpoint"
 VERSION = 1
@@ -60,20 +60,59 @@ def write_checkpoint(
         (7, tensor([1., 1.]))
     """
     path = Path(path)
+    check_replaceable(path)
     try:
         with replacing_folder(path, carry_over=False) as new:
             for part, named in tensors.items():
                 write_tensors(new / f"{part}.safetensors", named)
             if optimizer is not None:
-                torch.save(dict(optimizer), new / "optimizer.pt")
+                write_state(new / "optimizer.pt", dict(optimizer))
             files = {file.name: _fingerprint(file) for file in sorted(new.iterdir())}
             header = {"format": FORMAT, "version": VERSION, "files": files}
             write_json(new / "state.json", {**header, **state}, exact=True)
     except (OSError, TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"can't write the checkpoint {path}: {error}; a former one is still whole") from error
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"can't write the checkpoint {path}: {reason}; a former one is still whole") from error
     return path
+
+
+def check_replaceable(path: str | Path) -> None:
+    """Refuse a folder that may not be replaced by a checkpoint: one that is none, or that holds more than one does.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "thesis.tex").write_text("years of work")
+        >>> check_replaceable(folder)
+        Traceback (most recent call last):
+        ...
+        timm_knapsack.errors.CheckpointError: ... holds thesis.tex, which no checkpoint has, so it is not replaced; ...
+    """
+    path = Path(path)
+    if not path.exists() and not path.is_symlink():
+        return
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file, expected a folder for a checkpoint; choose another output_dir")
+    names = sorted(file.name for file in path.iterdir())
+    more = [name for name in names if name not in ("state.json", "optimizer.pt") and not name.endswith(".safetensors")]
+    if more:
+        raise CheckpointError(
+            f"{path} holds {more[0]}, which no checkpoint has, so it is not replaced; choose another output_dir"
+        )
+    if names and not _has_mark(path / "state.json"):
+        raise CheckpointError(
+            f"{path} is no checkpoint of timm-knapsack (its state.json does not say so), so it is not replaced; choose "
+            "another output_dir, or remove it yourself"
+        )
+
+
+def _has_mark(file: Path) -> bool:
+    """The format stands at the head of the file, which may be long."""
+    try:
+        with open(file, "rb") as stream:
+            return f'"format": "{FORMAT}"'.encode() in stream.read(256)
+    except OSError:
+        return False
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:

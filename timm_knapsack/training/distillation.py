@@ -29,7 +29,7 @@ from ..slim.modes import eval_mode
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, whole: bool = False) -> None:
     """Refuse a config value that is no finite number in ``[low, high]``, naming it."""
     kinds = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not (low <= value <= high and math.isfinite(value)):
+    if isinstance(value, bool) or not isinstance(value, kinds) or not (low <= value <= min(high, 1e300)):
         bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
         raise TrainingError(f"{name} must be a {'whole ' if whole else ''}number {bounds}, got {value!r}")
 

@@ -42,6 +42,7 @@ def evaluate(model: nn.Module, loader: Any, accelerator: Any = None) -> dict[str
             with accelerator.autocast():
                 logits = model(images)
             logits = logits.float()
+            check_targets(targets, logits.shape[1], f"batch {index} of the evaluation data")
             hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
             loss = F.cross_entropy(logits, targets, reduction="none")
             rows = torch.stack([loss, hits[:, 0].float(), hits.any(dim=1).float()], dim=1)
@@ -82,10 +83,31 @@ def check_labels(student: nn.Module, images: torch.Tensor, targets: torch.Tensor
     """The number of classes; an error where the labels do not fit it, instead of an index error deep down."""
     with eval_mode(student), torch.no_grad():
         classes = student(images).shape[-1]
+    check_targets(targets, classes)
+    return classes
+
+
+def check_targets(targets: torch.Tensor, classes: int, where: str = "") -> None:
+    """An error that names the first image whose label is not one of the classes.
+
+    Args:
+        where: which batch it is, for the error.
+
+    Example:
+        >>> check_targets(torch.tensor([0, 2, 9]), 3, "batch 5")
+        Traceback (most recent call last):
+        ...
+        timm_knapsack.errors.TrainingError: labels must be [batch] from 0 to 2; image 2 of batch 5 has 9
+    """
+    place = f" of {where}" if where else ""
     if targets.is_floating_point():
         if targets.shape[1:] != (classes,):
-            raise TrainingError(f"soft labels of shape {tuple(targets.shape)} do not fit {classes} classes")
-    elif targets.ndim != 1 or targets.min() < 0 or targets.max() >= classes:
-        found = f"{tuple(targets.shape)} from {targets.min().item()} to {targets.max().item()}"
-        raise TrainingError(f"labels must be [batch] from 0 to {classes - 1}, got {found}")
-    return classes
+            raise TrainingError(f"soft labels of shape {tuple(targets.shape)}{place} do not fit {classes} classes")
+        return
+    expected = f"labels must be [batch] from 0 to {classes - 1}"
+    if targets.ndim != 1:
+        raise TrainingError(f"{expected}; got the shape {tuple(targets.shape)}{place and f' in {where}'}")
+    wrong = (targets < 0) | (targets >= classes)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise TrainingError(f"{expected}; image {row}{place or ' of the first batch'} has {int(targets[row])}")

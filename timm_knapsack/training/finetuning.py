@@ -24,11 +24,15 @@ from torch.utils.data import DataLoader
 
 from ..errors import CheckpointError, DataError, TrainingError
 from ..files.atomic import settle
-from .checkpoints import Checkpoint, first_difference, read_checkpoint, write_checkpoint
+from .checkpoints import Checkpoint, check_replaceable, first_difference, read_checkpoint, write_checkpoint
 from .config import FinetuneConfig
+from .counters import check_counters
 from .distillation import DistillationModule
-from .epoch_batches import EpochBatches, seed_all
-from .evaluation import check_labels, evaluate, start_accelerator
+from .epoch_batches import seed_all
+from .evaluation import check_labels, check_targets, evaluate, start_accelerator
+from .folder_lock import only_run_in
+from .last_good import LastGoodBuffers
+from .same_data import batches_on_all, describe_data, first_batches
 from .session import ProgressBar, StopRequest
 from .setup import (
     build_average,
@@ -116,21 +120,23 @@ def finetune(
         >>> result.updates, sorted(result.evaluations[-1])
         (4, ['epoch', 'loss', 'samples', 'top1', 'top5', 'update'])
     """
-    run = _Run(student, teacher, train_loader, eval_loader, config or FinetuneConfig(), accelerator, kept, resume)
-    with run.stop, run.progress.over(run.config.epochs * len(run.batches)):
-        return run.train()
+    config, own = config or FinetuneConfig(), None
+    if accelerator is None:
+        accelerator = own = start_accelerator(config.mixed_precision, config.trackers, config.output_dir)
+    check_accelerator(accelerator, config)
+    with only_run_in(config.output_dir, accelerator):
+        run = _Run(student, teacher, train_loader, eval_loader, config, accelerator, kept, resume)
+        run.owns_accelerator = own is not None
+        with run.stop, run.progress.over(run.config.epochs * len(run.batches)):
+            return run.train()
 
 
 class _Run:
     """One fine-tuning run: everything that changes while it trains, and how to save and restore it."""
 
     def __init__(self, student, teacher, train_loader, eval_loader, config, accelerator, kept, resume):
-        self.config, self.student = config, student
-        self.owns_accelerator = accelerator is None
-        self.accelerator = accelerator = accelerator or start_accelerator(
-            config.mixed_precision, config.trackers, config.output_dir
-        )
-        check_accelerator(accelerator, config)
+        self.config, self.student, self.accelerator = config, student, accelerator
+        self.owns_accelerator = False
         self.output = Path(config.output_dir) if config.output_dir else None
         self.last = self.output / "last" if self.output else None
         self.epoch = self.batch = self.update = 0
@@ -141,7 +147,7 @@ class _Run:
         checkpoint = self._find_checkpoint(resume)
         if getattr(getattr(train_loader, "dataset", None), "has_labels", True) is False:
             raise DataError("the training data has no labels; cross-entropy needs them: name the label column")
-        self.batches = EpochBatches(train_loader, accelerator, config.seed, config.steps_per_epoch)
+        self.batches = batches_on_all(train_loader, accelerator, config.seed, config.steps_per_epoch)
         if isinstance(eval_loader, DataLoader):
             eval_loader = accelerator.prepare(eval_loader, device_placement=[False])
         self.eval_loader = eval_loader
@@ -149,10 +155,12 @@ class _Run:
         student.to(accelerator.device)
         if teacher is not None:
             teacher.to(accelerator.device)
-        images, targets = next(self.batches.epoch(0))
+        first = first_batches(self.batches)
+        images, targets = first[0]
         self.classes = check_labels(student, images[:2], targets)
         self.module = DistillationModule(student, teacher, config.distillation, kept, images[:2])
         self.identity = describe_run(config, accelerator, self.module, len(self.batches))
+        self.identity["data"] = describe_data(self.batches, first, accelerator)
         if checkpoint is not None:
             self._check_same_run(checkpoint)
         elif config.distillation.ikd_init == "ridge" and self.module.projections:
@@ -177,6 +185,8 @@ class _Run:
             settle(self.last)
             settle(self.output / "best")
         self.accelerator.wait_for_everyone()
+        for folder in (self.last, self.output / "best"):
+            check_replaceable(folder)
         if not self.last.exists():
             return None
         if resume:
@@ -194,6 +204,7 @@ class _Run:
         self.scheduler = build_scheduler(optimizer, config, math.ceil(len(self.batches) / config.grad_accumulation))
         self.mix = build_mixing(config, self.classes)
         self.prepared, self.optimizer = self.accelerator.prepare(self.module, optimizer)
+        self.statistics = LastGoodBuffers(self.student)
         self.ema = build_average(self.student, config)
         start_trackers(self.accelerator, config)
 
@@ -225,8 +236,10 @@ class _Run:
         accelerator = self.accelerator
         window = min(self.config.grad_accumulation, len(self.batches) - self.batch)
         terms = torch.zeros(len(_TERMS), device=accelerator.device)
+        self.statistics.keep()
         for position in range(window):
             images, targets = next(batches)
+            check_targets(targets, self.classes, f"batch {self.batch} of epoch {self.epoch}")
             seed_all(self.config.seed, "step", self.epoch, self.batch, accelerator.process_index)
             images, targets = self._mixed(images, targets)
             with accelerator.no_sync(self.prepared) if position + 1 < window else nullcontext():
@@ -262,6 +275,7 @@ class _Run:
     def _check_loss(self, values: list[float]) -> None:
         if all(map(math.isfinite, values)):
             return
+        self.statistics.put_back()
         terms = ", ".join(f"{term} = {value:g}" for term, value in zip(_TERMS, values, strict=True))
         written = self.last is not None and self.last.exists()
         saved = f"the last good checkpoint is {self.last}" if written else "no checkpoint was written"
@@ -339,7 +353,13 @@ class _Run:
     # ---- save and restore ----
 
     def _check_same_run(self, checkpoint: Checkpoint) -> None:
-        difference = first_difference(checkpoint.state.get("run"), self.identity)
+        saved = checkpoint.state.get("run")
+        difference = first_difference(saved, self.identity)
+        if difference and "first_pixels" in difference:
+            again = describe_data(self.batches, first_batches(self.batches), self.accelerator)
+            if again != self.identity["data"]:
+                _logger.warning("the training data is not the same each time it is read: the resume is not exact")
+                difference = first_difference(saved, {**self.identity, "data": saved["data"]})
         if difference:
             raise CheckpointError(
                 f"{checkpoint.path} belongs to another run: {difference}; resume with what it was started with, or "
@@ -372,6 +392,8 @@ class _Run:
             write_checkpoint(self.output / "best", {"model": self._best_model().state_dict()}, {"evaluation": row})
 
     def _restore(self, checkpoint: Checkpoint) -> None:
+        accumulation = self.config.grad_accumulation
+        check_counters(checkpoint.state, self.config.epochs, len(self.batches), accumulation, checkpoint.path)
         try:
             self.student.load_state_dict(checkpoint.tensors["model"])
             self.module.projections.load_state_dict(checkpoint.tensors["projections"])

@@ -1,7 +1,6 @@
 """What a training run is made of, built from its config: timm's optimiser, schedule, mixing and averaging."""
 
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 from ..errors import TrainingError
 from .config import FinetuneConfig
 from .distillation import DistillationModule
+from .same_data import crc32
 
 
 def check_accelerator(accelerator: Any, config: FinetuneConfig) -> None:
@@ -102,16 +102,9 @@ def describe_run(config: FinetuneConfig, accelerator: Any, module: DistillationM
         "batches_per_epoch": batches,
         "student": {name: list(tensor.shape) for name, tensor in module.student.state_dict().items()},
         "projections": {name: list(weight.shape) for name, weight in module.projections.items()},
-        "teacher_crc32": _weights_crc32(module.teacher) if module.teacher is not None else None,
+        "teacher_crc32": crc32(module.teacher.state_dict().values()) if module.teacher is not None else None,
     }
     return json.loads(json.dumps(description))
-
-
-def _weights_crc32(model: nn.Module) -> int:
-    crc = 0
-    for tensor in model.state_dict().values():
-        crc = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), crc)
-    return crc
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

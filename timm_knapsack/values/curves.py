@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
-from ..errors import ScoreError
+from ..errors import ScoreError, first_line
+from ..files.plain_json import shortened
 from ..slim.channel_groups import ChannelGroup, ChannelGroups
 from ..slim.tensor_files import write_tensors
 from .group_values import GroupValues, Ladder
+from .value_files import read_values
 
 FORMAT = "timm-knapsack/values"
 TINY = 1e-12
@@ -150,13 +151,10 @@ class ValueCurves(dict, GroupValues):
     @classmethod
     def load(cls, path: str | os.PathLike, groups: ChannelGroups | None = None) -> "ValueCurves":
         """Read a file; with ``groups``, refuse curves that belong to other groups."""
+        parts, metadata = read_values(path, "value curves", FORMAT)
+        notes, about = metadata.get("notes", {}), metadata.get("about", {})
         try:
-            with safe_open(os.fspath(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ScoreError(f"{path}: not a file of value curves (its format says {metadata.get('format')!r})")
-                parts = {key: file.get_tensor(key).numpy() for key in file.keys()}
-                notes, about = json.loads(metadata["notes"]), json.loads(metadata["about"])
+            parts = {key: tensor.numpy() for key, tensor in parts.items()}
             names = dict.fromkeys(key.rpartition("/")[0] for key in parts)
             curves = {
                 name: _checked_curve(name, *(parts[f"{name}/{p}"] for p in ("order", "error", "counts", "loss")))
@@ -164,10 +162,10 @@ class ValueCurves(dict, GroupValues):
             }
             curves = {name: GroupCurve(*curve, note=str(notes.get(name, ""))) for name, curve in curves.items()}
             loaded = cls(curves, **{key: about[key] for key in ("model", "data", "samples")})
-        except ScoreError:
-            raise
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ScoreError(f"{path}: can't be read as value curves: {type(error).__name__} {error}") from None
+        except ScoreError as error:
+            raise ScoreError(f"{path}: {error}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ScoreError(f"{path}: can't be read as value curves: {first_line(error)}") from None
         if groups is not None:
             try:
                 loaded.checked(groups)
@@ -177,14 +175,17 @@ class ValueCurves(dict, GroupValues):
 
 
 def _checked_curve(name: str, order, error, counts, loss) -> tuple[np.ndarray, ...]:
-    size = len(order)
+    size = len(order) if order.ndim else 0
     wrong = (
-        order.ndim != 1 or sorted(order.tolist()) != list(range(size)) or size == 0,
+        order.ndim != 1 or order.dtype.kind != "i" or counts.dtype.kind != "i",
+        error.dtype.kind != "f" or loss.dtype.kind != "f",
+        size == 0 or sorted(order.tolist()) != list(range(size)),
         error.shape != (size + 1,) or not np.isfinite(error).all() or (np.diff(error) > 0).any(),
         counts.ndim != 1 or len(counts) == 0 or counts.min() < 1 or counts.max() >= max(size, 2),
         counts.shape != loss.shape or (np.diff(counts) <= 0).any(),
         not np.isfinite(loss).all() or (loss < 0).any(),
     )
     if any(wrong):
-        raise ScoreError(f"the curve of {name!r} makes no sense (order, error, counts or loss); measure it again")
+        what = f"the curve of {shortened(name)} makes no sense"
+        raise ScoreError(f"{what} (order, error, counts or loss); measure it again")
     return order, error, counts, loss

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ScoreError
+from ..files.plain_json import shortened
 from ..slim.channel_groups import ChannelGroup, ChannelGroups
 from ..slim.tensor_files import write_tensors
 from .group_values import GroupValues, Ladder
+from .value_files import read_values
 
 FORMAT = "timm-knapsack/scores"
 
@@ -54,14 +55,13 @@ class Scores(dict, GroupValues):
     @classmethod
     def load(cls, path: str | os.PathLike, groups: ChannelGroups | None = None) -> "Scores":
         """Read a file; with ``groups``, refuse scores that belong to other groups."""
-        try:
-            with safe_open(os.fspath(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ScoreError(f"{path}: not a file of scores (its format says {metadata.get('format')!r})")
-                scores = cls({name: file.get_tensor(name) for name in file.keys()}, **json.loads(metadata["about"]))
-        except (OSError, SafetensorError) as error:
-            raise ScoreError(f"{path}: can't be read as scores: {error}") from None
+        tensors, metadata = read_values(path, "scores", FORMAT)
+        for name, values in tensors.items():
+            try:
+                _check_values(name, values)
+            except ScoreError as error:
+                raise ScoreError(f"{path}: {error}") from None
+        scores = cls(tensors, **metadata.get("about", {}))
         if groups is not None:
             try:
                 check_scores(scores, groups)
@@ -85,7 +85,19 @@ def check_scores(scores: Mapping[str, Tensor], groups: ChannelGroups) -> dict[st
                 f"scores[{group.name!r}] has shape {list(values.shape)}, the group has {group.size} units; "
                 "score this model again with taylor_scores"
             )
-        if not torch.isfinite(values).all():
-            raise ScoreError(f"scores[{group.name!r}] has values that are not finite; is the loss finite on this data?")
+        _check_values(group.name, values)
         result[group.name] = values
     return result
+
+
+def _check_values(name: str, values: Tensor) -> None:
+    """A unit with a negative value would be better removed than kept, and pruning would go on far below the budget."""
+    if not values.is_floating_point() or values.ndim != 1:
+        raise ScoreError(f"scores[{shortened(name)}] is {values.dtype} of shape {list(values.shape)}, not one per unit")
+    if not torch.isfinite(values).all():
+        raise ScoreError(f"scores[{shortened(name)}] has values that are not finite; is the loss finite on this data?")
+    if (values < 0).any():
+        raise ScoreError(
+            f"scores[{shortened(name)}] has a negative value, {values.min().item():.6g}; a score says what a unit is "
+            "worth, at least 0: take absolute values, or subtract the least score of all groups"
+        )

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..errors import ScoreError
@@ -14,6 +13,7 @@ from .criteria import CRITERIA, Criterion, register_criterion
 from .gradient_pass import taylor_scores
 from .group_values import GroupValues
 from .measured_curves import value_curves
+from .value_files import format_of
 
 register_criterion(
     Criterion(
@@ -53,10 +53,5 @@ def value_channels(
 
 def load_values(path: str | os.PathLike, groups: ChannelGroups | None = None) -> GroupValues:
     """Read scores or value curves, whichever the file holds."""
-    try:
-        with safe_open(os.fspath(path), framework="pt") as file:
-            kind = (file.metadata() or {}).get("format")
-    except (OSError, SafetensorError) as error:
-        raise ScoreError(f"{path}: can't be read as scores or value curves: {error}") from None
-    container = curves.ValueCurves if kind == curves.FORMAT else scores.Scores
+    container = curves.ValueCurves if format_of(path) == curves.FORMAT else scores.Scores
     return container.load(path, groups)

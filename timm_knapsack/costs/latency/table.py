@@ -31,6 +31,7 @@ from .layer_timing import Conditions, device_name
 from .measurement import DISTURBED, Measurement
 from .network_timing import Comparison, Latency, compare_latency, measure_latency  # noqa: F401  (public names)
 from .plan import find_timed_layers, group_steps
+from .table_check import check_table
 from .time_surface import Surface, fit_surface
 
 FORMAT = "timm-knapsack latency table"
@@ -81,9 +82,10 @@ class LatencyTable:
         data = read_json(path, "a latency table", format=FORMAT, version=1, error=LatencyError, advice=advice)
         try:
             fields = {name: data[name] for name in cls._saved}
+            check_table(fields)
             fields["conditions"] = Conditions.from_dict(fields["conditions"])
             return cls(**fields, elsewhere=elsewhere)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, LatencyError) as error:
             raise LatencyError(f"latency table {path} is damaged: {error}; measure it again") from None
 
     _saved = (
@@ -186,6 +188,9 @@ class LatencyTable:
             options = {"input_size": conditions.input_size, "batch_size": conditions.batch_size}
             conditions = Conditions.of(model, **options)
         layers = find_timed_layers(model, groups, conditions)
+        fits = all(1 <= n <= size for row in self.grid for n, size in zip(row, groups.sizes, strict=False))
+        if [layer.name for layer in layers] != self.layers or not fits or len(self.grid[0]) != len(groups):
+            raise LatencyError(f"the latency table of {self.model} is of other layers or widths; measure it again")
         return self._fitted(layers, groups)
 
     def _fitted(self, layers, groups: ChannelGroups) -> LatencyCost:

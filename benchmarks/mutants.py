@@ -1,0 +1,170 @@
+"""Small changes of the code that decides, one at a time: does a test notice? Prints killed ÷ tried, and who survived.
+
+    python benchmarks/mutants.py --named               # the eight that survived an earlier attack
+    python benchmarks/mutants.py --sample 40 --seed 1  # of all that there are
+    python benchmarks/mutants.py --room knapsack       # all of one file's: minutes each, all together very long
+
+A run goes on where the last one stopped: what was tried is in ``benchmarks/results/mutants.jsonl``, under a digest of
+the file and its tests. The checkout is left alone: mutants live in a copy.
+"""
+
+import argparse
+import ast
+import copy
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
+TIMEOUT = 900
+
+# Room → file, and the tests that should notice; the fastest and most likely first.
+ROOMS = {
+    "knapsack": ("knapsack/exact.py", ["knapsack"]),
+    "width search": ("pruning/width_search.py", ["pruning/test_width_search.py", "pruning/test_pruning.py"]),
+    "slim": ("slim/cutting.py", ["slim", "pruning/test_pruning.py"]),
+    "attributes": ("slim/attributes.py", ["slim", "channels/test_channel_groups.py"]),
+    "grouping": ("channels/grouping.py", ["channels/test_channel_groups.py", "channels/test_channel_rules.py"]),
+    "verification": ("channels/dry_run.py", ["channels/test_channel_groups.py", "channels/test_channel_rules.py"]),
+    "ridge": ("recovery/ridge.py", ["recovery/test_recovery.py"]),
+    "distillation": ("training/distillation.py", ["training/test_distillation.py"]),
+    "checkpoints": ("training/checkpoints.py", ["training/test_finetune_resume.py", "training/test_guards.py"]),
+    "files": ("files/atomic.py", ["files/test_atomic.py"]),
+    "effort": ("models/effort.py", ["models/test_foreign_config.py"]),
+    "hub": ("hub/saving.py", ["hub/test_hub.py"]),
+}
+
+# What survived once: room, the text (it stands once in the file), and what it becomes.
+NAMED = [
+    ("width search", "return there if np.abs(there - here).max() <= 1 else (here + there) / 2", "return there"),
+    ("slim", "if attribute.at(sizes) != attribute.at(groups.sizes):",
+     "if abs(attribute.at(sizes) - attribute.at(groups.sizes)) > 1:"),
+    ("knapsack", "self.gap = worth * part + fee * self.spare", "self.gap = worth * part - fee * self.spare"),
+    ("hub", "if not torch.equal(tensor, state[name].to(tensor.dtype)):", "if False:"),
+    ("effort", "if any(now > most for now, most in zip(self.effort, self.limit, strict=True)):", "if False:"),
+    ("verification", "if not np.isin(units, self._component[full]).all():", "if False:"),
+    ("files", "        flush(new)\n        os.replace(new, path)\n", "        os.replace(new, path)\n"),
+    ("checkpoints", 'if not isinstance(state.get("files"), dict):', "if False:"),
+]  # fmt: skip
+
+COPIED = ("timm_knapsack", "tests", "benchmarks", "recipes", "model_cards", "docs", "pyproject.toml", "README.md")
+COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+COMPARED |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
+COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+
+
+def mutants(source: str) -> Iterator[tuple[str, str]]:
+    """(where and what, the whole mutated source), in the order of the file."""
+    tree = ast.parse(source)
+    for number, node in enumerate(ast.walk(tree)):
+        for what, change in _changes(node):
+            mutated = copy.deepcopy(tree)
+            change(next(n for i, n in enumerate(ast.walk(mutated)) if i == number))
+            yield f"line {node.lineno}: {what}", ast.unparse(ast.fix_missing_locations(mutated))
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, object]]:
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARED:
+        new = COMPARED[type(node.ops[0])]
+        yield f"{ast.unparse(node)} → {new.__name__}", lambda n: n.ops.__setitem__(0, new())
+    elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:
+        operator = COMPUTED[type(node.op)]
+        yield f"{ast.unparse(node)} → {operator.__name__}", lambda n: setattr(n, "op", operator())
+    elif isinstance(node, ast.BoolOp):
+        other = ast.Or if isinstance(node.op, ast.And) else ast.And
+        yield f"{ast.unparse(node)} → {other.__name__}", lambda n: setattr(n, "op", other())
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield f"{node.value} → {node.value + 1}", lambda n: setattr(n, "value", n.value + 1)
+    elif isinstance(node, ast.If):
+        yield f"if {ast.unparse(node.test)} → never", lambda n: setattr(n, "test", ast.Constant(False))
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield f"without {ast.unparse(node)}", lambda n: setattr(n, "value", ast.Constant(None))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--room", choices=ROOMS, action="append")
+    parser.add_argument("--sample", type=int, help="so many of all mutants, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--named", action="store_true", help="those that survived an earlier attack")
+    options = parser.parse_args()
+    rooms = options.room or list(ROOMS)
+    chosen = list(_named(rooms) if options.named else _all(rooms))
+    if options.sample is not None:
+        chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
+    known = _known()
+    before = sum(key in known for *_, key in chosen)
+    print(f"{len(chosen)} mutants of {len(rooms)} files, {before} tried before", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for part in COPIED:
+            source = ROOT / part
+            shutil.copytree(source, Path(folder, part)) if source.is_dir() else shutil.copy(source, folder)
+        for room, what, text, key in chosen:
+            if key not in known:
+                known[key] = _try(Path(folder), room, text)
+                with open(RESULTS, "a") as file:
+                    file.write(json.dumps({"key": key, "room": room, "what": what, "outcome": known[key]}) + "\n")
+            print(f"{known[key]:<9} {room}, {what}", flush=True)
+    killed = sum(known[key] != "survived" for *_, key in chosen)
+    print(f"killed {killed} of {len(chosen)} tried: {killed / max(1, len(chosen)):.0%}")
+    return int(killed < len(chosen))
+
+
+def _all(rooms: list[str]) -> Iterator[tuple[str, str, str, str]]:
+    for room in rooms:
+        source = (ROOT / "timm_knapsack" / ROOMS[room][0]).read_text()
+        for what, text in mutants(source):
+            yield room, what, text, _digest(room, text)
+
+
+def _named(rooms: list[str]) -> Iterator[tuple[str, str, str, str]]:
+    for room, old, new in NAMED:
+        source = (ROOT / "timm_knapsack" / ROOMS[room][0]).read_text()
+        if source.count(old) != 1:
+            raise SystemExit(f"{ROOMS[room][0]} has {source.count(old)} times {old!r}, expected once: put NAMED right")
+        if room in rooms:
+            text = source.replace(old, new)
+            yield room, f"{old.strip().splitlines()[0]} → {new.strip()}", text, _digest(room, text)
+
+
+def _digest(room: str, text: str) -> str:
+    digest = hashlib.sha256(text.encode())
+    for place in ROOMS[room][1]:
+        path = ROOT / "tests" / place
+        for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _known() -> dict[str, str]:
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    return {row["key"]: row["outcome"] for row in rows}
+
+
+def _try(folder: Path, room: str, text: str) -> str:
+    file, tests = ROOMS[room]
+    target = folder / "timm_knapsack" / file
+    whole = target.read_text()
+    target.write_text(text)
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command = [*pytest, *(f"tests/{test}" for test in tests)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=TIMEOUT)
+        return {0: "survived", 1: "killed", 2: "killed"}.get(done.returncode, f"error {done.returncode}")
+    except subprocess.TimeoutExpired:
+        return "killed, by time"
+    finally:
+        target.write_text(whole)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The counters of a checkpoint: whether a run can have come to them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import CheckpointError
+from ..files.plain_json import shortened
+
+
+def check_counters(state: Mapping[str, Any], epochs: int, batches: int, accumulation: int, place: Any) -> None:
+    """Refuse counters that no run of so many epochs, batches per epoch and batches per update can have.
+
+    Example:
+        >>> state = {"epoch": 1, "batch": 2, "update": 6, "count": 0, "sums": [0.0], "history": [], "evaluations": []}
+        >>> check_counters({**state, "best_top1": None}, epochs=3, batches=4, accumulation=1, place="last")
+        >>> check_counters({**state, "best_top1": 101.0}, epochs=3, batches=4, accumulation=1, place="last")
+        Traceback (most recent call last):
+        ...
+        timm_knapsack.errors.CheckpointError: last can't be resumed: best_top1 is 101.0, and a run of 3 epochs ...
+    """
+
+    def refuse(name: str) -> None:
+        raise CheckpointError(
+            f"{place} can't be resumed: {name} is {shortened(state.get(name))}, and a run of {epochs} epochs of "
+            f"{batches} batches, {accumulation} an update, does not come there; it is damaged: restore it from a copy"
+        )
+
+    for name in ("epoch", "batch", "update", "count"):
+        if type(state.get(name)) is not int or state[name] < 0:
+            refuse(name)
+    epoch, batch = state["epoch"], state["batch"]
+    if epoch > epochs:
+        refuse("epoch")
+    if batch > batches or (batch % accumulation and batch != batches) or (batch and epoch == epochs):
+        refuse("batch")
+    if state["update"] != epoch * math.ceil(batches / accumulation) + math.ceil(batch / accumulation):
+        refuse("update")
+    sums, best = state.get("sums"), state.get("best_top1")
+    if not isinstance(sums, list) or not all(_is_number(value) for value in sums):
+        refuse("sums")
+    if best is not None and not (_is_number(best) and 0 <= best <= 100):
+        refuse("best_top1")
+    for name in ("history", "evaluations"):
+        rows = state.get(name)
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            refuse(name)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
