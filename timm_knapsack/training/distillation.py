@@ -215,25 +215,38 @@ class DistillationModule(nn.Module):
 
     def forward(self, images: torch.Tensor, targets: torch.Tensor) -> Losses:
         config = self.config
+        logits, kd, ikd = self.compare(images)
+        ce = ce_loss(logits, targets, config.label_smoothing or 0.0)
+        total = config.ce_weight * ce + config.kd_weight * kd + config.ikd_weight * ikd
+        return Losses(total, ce.detach(), kd.detach(), ikd.detach(), logits.detach())
+
+    def compare(
+        self, images: torch.Tensor, teacher_images: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The student's logits, KD and IKD, with gradients; a term that is off is 0.
+
+        Args:
+            images: for the student.
+            teacher_images: the same for a teacher that wants another normalisation.
+        """
+        config = self.config
         if self.awaits_data:
             raise TrainingError("M_l is not initialised: call init_from_data(batches), or use ikd_init='selection'")
         teacher_maps, kd, ikd = {}, images.new_zeros(()), images.new_zeros(())
         if self.distils:
             self.teacher.eval()  # whatever the caller did to it in between
             with torch.no_grad():
-                teacher_logits, teacher_maps = self._run(self.teacher, images)
+                teacher_logits, teacher_maps = self._run(
+                    self.teacher, images if teacher_images is None else teacher_images
+                )
         logits, maps = self._run(self.student, images)
-        ce = ce_loss(logits, targets, config.label_smoothing or 0.0)
-        total = config.ce_weight * ce
         if config.kd_weight:
             kd = kd_loss(logits, teacher_logits, config.temperature)
-            total = total + config.kd_weight * kd
         if config.ikd_weight:
             ikd = sum(self._distance(tap, maps.pop(tap.name), teacher_maps.pop(tap.name)) for tap in self.taps)
             if config.ikd_reduction == "mean":
                 ikd = ikd / len(self.taps)
-            total = total + config.ikd_weight * ikd
-        return Losses(total, ce.detach(), kd.detach(), ikd.detach(), logits.detach())
+        return logits, kd, ikd
 
     def _distance(self, tap: Tap, student_map: torch.Tensor, teacher_map: torch.Tensor) -> torch.Tensor:
         if tap.name in self._channel_dim:

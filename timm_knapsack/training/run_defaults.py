@@ -9,8 +9,9 @@ nothing here is a constant of taste; each choice follows from something counted 
 - **lr** of SGD: ``reach / sharpness``. The sharpness is the largest curvature of the loss at the start, measured on one
   batch (`measure_sharpness`): above about ``2 / sharpness`` any start is left in a zigzag, however good. ``reach`` is ½
   for few updates and grows with their number, to 3 at most: a long run has time to come back. A start that is close to
-  its teacher has little to regain, and so much less to travel (`NEAR`). For adaptive optimisers, which rescale the
-  gradient themselves, twice the reach applies to a rate of `ADAPTIVE_LR`.
+  its teacher has little to regain, and so much less to travel (`NEAR`); and where no inner map is held in place, the
+  labels or logits alone pull a good start apart at a rate that inner distillation gains with (`ALONE`). For adaptive
+  optimisers, which rescale the gradient themselves, twice the reach applies to a rate of `ADAPTIVE_LR`.
 - **warmup_epochs**: a tenth of the updates, at least two and at most `MAX_WARMUP`, from 0.
 - **ema_decay**: an average over the last twentieth of the updates, for runs of at least `EMA_UPDATES`; else none.
 - **label_smoothing**: none beside KD, whose targets are soft already, nor in short runs; else 0.1.
@@ -28,6 +29,7 @@ from .epoch_batches import seed_all
 MIN_SHARE = 16  # images on each process
 MIN_UPDATES = 30  # BatchNorm's running average forgets all but 4 % in 30 updates
 NEAR = 0.02  # nats from the teacher, below which the rate falls
+ALONE = 0.2  # of the rate, without inner distillation
 MAX_LR = 0.1
 ADAPTIVE_LR = 1e-4
 SHORT_RUN = 40  # updates
@@ -114,6 +116,8 @@ def _rate(config: FinetuneConfig, facts: RunFacts) -> float:
     reach = min(REACH * max(1.0, facts.updates / SHORT_RUN) ** 0.25, MAX_REACH)
     if facts.distance is not None:
         reach *= min(1.0, math.sqrt(max(facts.distance, 1e-4) / NEAR))
+    if not config.distillation.ikd_weight:
+        reach *= ALONE
     rate = reach / max(facts.sharpness, 1e-6) if _is_sgd(config) else 2 * reach * ADAPTIVE_LR
     return float(f"{min(rate, MAX_LR):.3g}")  # as it is printed, so that it can be given again
 
