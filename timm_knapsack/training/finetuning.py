@@ -4,7 +4,8 @@ Accelerate places, distributes and scales; timm gives optimiser, schedule, mixup
 
 BatchNorm on several processes: each process normalises with its own share of the batch, and the running statistics are
 those of process 0 (as in DDP); ``freeze_bn_stats`` normalises with the running statistics instead and leaves them as
-they are. Only then, or without BatchNorm, does a run on N processes equal a run on one with the same global batch.
+they are, and ``sync_bn`` lets every process see the whole batch. Only then, or without BatchNorm, does a run on N
+processes equal a run on one with the same global batch; docs/training.md says what else is equal, and what can't be.
 """
 
 import logging
@@ -27,7 +28,7 @@ from .config import FinetuneConfig
 from .distillation import DistillationModule
 from .epoch_batches import EpochBatches, seed_all
 from .evaluation import check_labels, ended_below_its_start, evaluate, is_better, start_accelerator
-from .processes import lost_process_named
+from .processes import batchnorm_synchronised, lost_process_named
 from .result import FinetuneResult
 from .session import ProgressBar, StopRequest
 from .setup import (
@@ -99,7 +100,8 @@ def finetune(
     """
     run = _Run(student, teacher, train_loader, eval_loader, config or FinetuneConfig(), accelerator, kept, resume, say)
     progress = run.progress.over(run.config.epochs * len(run.batches))
-    with run.stop, progress, lost_process_named(run.accelerator, run.last):
+    synchronised = batchnorm_synchronised(student, run.accelerator, run.config.sync_bn)
+    with run.stop, progress, lost_process_named(run.accelerator, run.last), synchronised:
         return run.train()
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import TrainingError
 
@@ -62,3 +64,29 @@ def lost_process_named(accelerator: Any, last: Path | None) -> Iterator[None]:
             f"{accelerator.process_index}) ends too; its own message says why. {where[0].upper()}{where[1:]} "
             f"({str(error).splitlines()[0][:160]})"
         ) from error
+
+
+@contextmanager
+def batchnorm_synchronised(student: nn.Module, accelerator: Any, wanted: bool) -> Iterator[None]:
+    """While it lasts, every BatchNorm of the student sees the batches of all processes: torch's ``SyncBatchNorm``.
+
+    The student gets its own modules back, with the weights and statistics that were learned: both share them.
+    """
+    if not wanted or accelerator.num_processes == 1:
+        yield
+        return
+    if accelerator.device.type == "cpu":
+        raise TrainingError(
+            "sync_bn needs GPUs: torch's SyncBatchNorm does not run on the CPU; set freeze_bn_stats=True, which gives "
+            "the same on any number of processes"
+        )
+    from timm.layers import convert_sync_batchnorm
+
+    own = {name: part for name, part in student.named_modules() if isinstance(part, _BatchNorm)}
+    convert_sync_batchnorm(student)
+    try:
+        yield
+    finally:
+        for name, module in own.items():
+            parent, _, child = name.rpartition(".")
+            setattr(student.get_submodule(parent), child, module)

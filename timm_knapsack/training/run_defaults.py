@@ -18,6 +18,7 @@ nothing here is a constant of taste; each choice follows from something counted 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,7 +38,7 @@ REACH, MAX_REACH = 0.5, 3.0  # of a short run, and of any
 MAX_WARMUP = 1000
 EMA_UPDATES = 1000
 SHARPNESS_IMAGES = 64  # in float32, also where training is in bf16: more may not fit
-_STEP = 1e-2  # of the finite difference; the norm of all weights is some tens
+_STEP = 1e-4  # of the finite difference, relative to the norm of all weights
 
 
 @dataclass(frozen=True)
@@ -151,11 +152,20 @@ BatchNorm statistics frozen, label smoothing 0
     return f"chosen for {run}: {', '.join(words)}" if words else ""
 
 
-def measure_sharpness(module: DistillationModule, images: torch.Tensor, targets: torch.Tensor, seed: int = 0) -> float:
+def measure_sharpness(
+    module: DistillationModule,
+    images: torch.Tensor,
+    targets: torch.Tensor,
+    seed: int = 0,
+    average: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> float:
     """The largest curvature of the loss at the start, by three steps of power iteration with differences of gradients.
 
     The modes decide: with frozen statistics the loss bends several times more. Weights and statistics are given back as
     they were, bit for bit.
+
+    Args:
+        average: takes the mean of a tensor over all processes, so that each finds the sharpness of the whole batch.
 
     Example:
         >>> from torch import nn
@@ -173,17 +183,18 @@ def measure_sharpness(module: DistillationModule, images: torch.Tensor, targets:
     def gradient() -> list[torch.Tensor]:
         seed_all(seed, "sharpness")  # the same dropout each time
         found = torch.autograd.grad(module(images, targets).total, weights, allow_unused=True)
-        return [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
+        found = [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
+        return [average(part) for part in found] if average else found
 
     def norm(vector: list[torch.Tensor]) -> float:
-        return math.sqrt(sum(float(part.double().square().sum()) for part in vector))
+        return math.sqrt(sum(float(part.detach().double().square().sum()) for part in vector))
 
     first = direction = gradient()
     if not norm(first):  # as at an exact copy of the teacher
         direction = [torch.randn_like(weight) for weight in weights]
-    curvature = 0.0
+    curvature, step = 0.0, _STEP * max(norm(weights), 1.0)
     for _ in range(3):
-        scale = _STEP / norm(direction)
+        scale = step / norm(direction)
         with torch.no_grad():
             for weight, part in zip(weights, direction, strict=True):
                 weight.add_(part, alpha=scale)
@@ -191,7 +202,7 @@ def measure_sharpness(module: DistillationModule, images: torch.Tensor, targets:
         with torch.no_grad():
             for weight, part in zip(weights, direction, strict=True):
                 weight.sub_(part, alpha=scale)
-        direction = [(after - before) / _STEP for after, before in zip(moved, first, strict=True)]
+        direction = [(after - before) / step for after, before in zip(moved, first, strict=True)]
         curvature = norm(direction)
         if not curvature or not math.isfinite(curvature):
             break

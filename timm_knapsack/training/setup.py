@@ -5,6 +5,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -150,8 +151,8 @@ def fit_to_run(
     config = choose_kind(config, facts)
     if needs_sharpness(config):
         train_mode(module, config)
-        sharpness = torch.tensor(measure_sharpness(module, images, targets, config.seed), device=accelerator.device)
-        facts = replace(facts, sharpness=accelerator.reduce(sharpness, "mean").item())
+        average = partial(accelerator.reduce, reduction="mean") if accelerator.num_processes > 1 else None
+        facts = replace(facts, sharpness=measure_sharpness(module, images, targets, config.seed, average))
     config = choose_rates(config, facts)
     return config, describe_choice(asked, config, facts)
 
