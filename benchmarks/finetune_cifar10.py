@@ -8,8 +8,8 @@ Networks are chosen by value curves (the plain call), by the paper's Taylor scor
 (then with new BatchNorm statistics); each is tuned with CE, CE + KD and CE + KD + IKD. What is not named follows from
 the run, as for any user. All runs of a seed see the same images in the same order. Each run keeps its checkpoints in
 --work and goes on from there when the command is given again; a run whose row is in the file is left out. The reported
-figure is that of the last epoch, not of the best. --validate trains on 45 000 training images and evaluates on the other 5000:
-settings are chosen there, never on the test images. --picture draws the learning curves of all rows.
+figure is that of the last epoch, not of the best. --validate trains on 45 000 training images and evaluates on the
+other 5000: settings are chosen there, never on the test images. --picture draws the learning curves of all rows.
 
 The rows of 2026-11-16, in results/finetune_cifar10.txt, began from Taylor scores with streams left alone by hand.
 """
