@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--images", type=int, default=1024, help="to choose and recover with")
     parser.add_argument("--train-images", type=int, help="fewer training images; all by default")
+    parser.add_argument("--precision", choices=["no", "bf16"], default="no", help="bf16: see results/step_speed.txt")
     parser.add_argument("--validate", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("~/.cache/timm-knapsack/finetune_cifar10").expanduser())
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, row: dict) -> None:
-    names = ("net", "epochs", "batch_size", "images", "train_images", "validate")
+    names = ("net", "epochs", "batch_size", "images", "train_images", "precision", "validate")
     row = {**row, **{name: getattr(options, name) for name in names}}
     if any(row.items() <= known.items() for known in rows(options.out)):
         return
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace, row: dict) -> None:
     name = "-".join(str(value) for value in row.values()).replace("[", "").replace("]", "")
     config = tk.FinetuneConfig(
         epochs=row["epochs"], lr=row["lr"], weight_decay=5e-4, seed=row["seed"], output_dir=str(options.work / name),
-        checkpoint_every=50, distillation=tk.DistillationConfig(kd_weight=kd, ikd_weight=ikd), progress=False,
+        mixed_precision=row["precision"], checkpoint_every=50, distillation=tk.DistillationConfig(kd_weight=kd, ikd_weight=ikd), progress=False,
     )  # fmt: skip
     student, teacher = (copy.deepcopy(net).to(memory_format=torch.channels_last) for net in (start, teacher))
     began = time.monotonic()

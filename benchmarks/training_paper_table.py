@@ -21,6 +21,7 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 MARK = "<!-- training_paper_table -->"
 IMAGES = 1_281_167
 MACS_PER_SECOND = 312e12 / 2 * 0.25  # an A100's bf16 peak of 312 TFLOPS, a quarter of which small convs reach
+DEPTHWISE_MACS_PER_SECOND = 3e12  # networks of depthwise convs wait for memory: EfficientNet-B0 at some 2500 images/s
 ACROSS = 0.92  # of the speed, with gradients averaged over 8 GPUs; 0.85 over 2 × 8
 SETUPS = {"1 GPU": (1, 1.0), "8 GPUs": (8, ACROSS), "2 × 8 GPUs": (16, 0.85)}
 OUTPUTS = (torch.nn.Conv2d, torch.nn.Linear, torch.nn.BatchNorm2d, torch.nn.LayerNorm)
@@ -63,8 +64,11 @@ def row(path: Path) -> list[str]:
     kept = outputs * share**0.5 + (outputs / 6 if distils else 0)
     batch = tuning["batch_size"]
     memory = batch * kept * 2 + params * share * (4 + 4 + 4 + 2) + params * 2 + 1.5e9
+    convs = [part for part in model.modules() if isinstance(part, torch.nn.Conv2d)]
+    depthwise = any(conv.groups == conv.in_channels > 1 for conv in convs)
+    reached = DEPTHWISE_MACS_PER_SECOND if depthwise else MACS_PER_SECOND
     hours = {
-        name: IMAGES * tuning["epochs"] * step / (MACS_PER_SECOND * devices * speed) / 3600
+        name: IMAGES * tuning["epochs"] * step / (reached * devices * speed) / 3600
         for name, (devices, speed) in SETUPS.items()
     }
     cells = [f"`{path.stem}`", f"{macs / 1e9:.2f} → {share * macs / 1e9:.2f}", f"{step / 1e9:.1f}", f"{batch}"]

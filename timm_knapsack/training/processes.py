@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.layers import convert_sync_batchnorm
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -80,8 +81,6 @@ def batchnorm_synchronised(student: nn.Module, accelerator: Any, wanted: bool) -
             "sync_bn needs GPUs: torch's SyncBatchNorm does not run on the CPU; set freeze_bn_stats=True, which gives "
             "the same on any number of processes"
         )
-    from timm.layers import convert_sync_batchnorm
-
     own = {name: part for name, part in student.named_modules() if isinstance(part, _BatchNorm)}
     convert_sync_batchnorm(student)
     try:

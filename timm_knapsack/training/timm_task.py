@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import TrainingError
 from .distillation import DistillationConfig, DistillationModule
@@ -137,8 +138,6 @@ class InnerDistillationTask(TrainingTask):
 
     def prepare_distributed(self, device_ids: list | None = None, **ddp_kwargs) -> "InnerDistillationTask":
         """Wrap what learns, the student and every ``M_l``, in DistributedDataParallel; the teacher stays outside."""
-        from torch.nn.parallel import DistributedDataParallel
-
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
 
