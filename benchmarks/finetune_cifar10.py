@@ -81,7 +81,8 @@ def run(options: argparse.Namespace, row: dict) -> None:
     name = "-".join(str(value) for value in row.values()).replace("[", "").replace("]", "")
     config = tk.FinetuneConfig(
         epochs=row["epochs"], lr=row["lr"], weight_decay=5e-4, seed=row["seed"], output_dir=str(options.work / name),
-        mixed_precision=row["precision"], checkpoint_every=50, distillation=tk.DistillationConfig(kd_weight=kd, ikd_weight=ikd), progress=False,
+        distillation=tk.DistillationConfig(kd_weight=kd, ikd_weight=ikd), mixed_precision=row["precision"],
+        checkpoint_every=50, progress=False,
     )  # fmt: skip
     student, teacher = (copy.deepcopy(net).to(memory_format=torch.channels_last) for net in (start, teacher))
     began = time.monotonic()
