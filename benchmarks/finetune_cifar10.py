@@ -1,119 +1,133 @@
-"""ResNet-56 on CIFAR-10, pruned to half its MACs and recovered, then fine-tuned with CE, CE + KD and CE + KD + IKD.
+"""ResNet-56 on CIFAR-10: choice, loss and seed told apart, ten epochs each, top-1 of the last epoch on all test images.
 
-usage: python benchmarks/finetune_cifar10.py [--losses ce kd ikd] [--epochs 5] [--seeds 0] [--work DIR] [--out FILE]
-       [--after RUN]
+    python benchmarks/finetune_cifar10.py                                  # everything: days on 2 cores, resumable
+    python benchmarks/finetune_cifar10.py --choices curves --losses ikd --budgets 0.5 --seeds 0 1
+    python benchmarks/finetune_cifar10.py --validate --losses ikd --lr 0.01 0.03 --epochs 2     # to choose a setting
 
-All runs start from the same recovered network (--after: from where another run ended) and see the same images in the
-same order for the same seed. Each run keeps its checkpoints in --work and goes on from there when the command is given
-again, so it can be stopped at any time. The whole test set is evaluated after every epoch; the figure reported is that
-of the last one, not of the best.
+Networks are chosen by value curves (the plain call), by the paper's Taylor scores (then recovered) and by Torch-Pruning
+(then with new BatchNorm statistics); each is tuned with CE, CE + KD and CE + KD + IKD. What is not named follows from
+the run, as for any user. All runs of a seed see the same images in the same order. Each run keeps its checkpoints in
+--work and goes on from there when the command is given again; a run whose row is in the file is left out. The reported
+figure is that of the last epoch, not of the best. --validate trains on 45 000 training images and evaluates on the
+other 5000: settings are chosen there, never on the test images. --picture draws the learning curves of all rows.
+
+The rows of 2026-11-16, in results/finetune_cifar10.txt, began from Taylor scores with streams left alone by hand.
 """
 
 import argparse
 import copy
 import json
-import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
-from output import writer
-from real_networks import CIFAR, resnet56
-from safetensors.torch import load_file, save_file
+from finetune_starts import CHOICES, starting_point
+from real_networks import CIFAR
 
 import timm_knapsack as tk
 from timm_knapsack.images.loaders import create_loader
-from timm_knapsack.recovery.closed_form import recover_layers
 from timm_knapsack.training.evaluation import evaluate
 
-LOSSES = {  # λ_KD, λ_IKD
-    "ce": (0.0, 0.0),
-    "kd": (1.0, 0.0),
-    "ikd": (1.0, 20.0),
-}
-
-
-def recovered_student(work: Path, images: int):
-    """The starting point of every run, made once: scored, pruned to 50 % of the MACs, rebuilt in closed form."""
-    network = resnet56()
-    teacher = network.model
-    groups = tk.find_channel_groups(teacher)
-    keep_path, weights_path = work / "keep.json", work / "recovered.safetensors"
-    if not weights_path.exists():
-        scoring = network.train(batch_size=16, limit=2048)
-        scores = tk.taylor_scores(teacher, groups, scoring, criterion="taylor_bn")
-        result = tk.prune(teacher, scores=scores, budget=tk.Budget(macs=0.5), groups=groups, ignore=":streams")
-        recover_layers(result.model, teacher, network.train(batch_size=64, limit=images))
-        work.mkdir(parents=True, exist_ok=True)
-        keep_path.write_text(json.dumps({name: [int(i) for i in kept] for name, kept in result.keep.items()}))
-        save_file({k: v.contiguous() for k, v in result.model.state_dict().items()}, weights_path)
-    keep = json.loads(keep_path.read_text())
-    student = tk.slice_model(teacher, groups, keep)
-    student.load_state_dict(load_file(weights_path))
-    share = groups.macs([len(keep[g.name]) for g in groups]) / groups.macs()
-    return teacher, student, share
+LOSSES = {"ce": (0.0, 0.0), "kd": (1.0, 0.0), "ikd": (1.0, 20.0)}  # λ_KD, λ_IKD
+RESULTS = Path(__file__).resolve().parent / "results" / "finetune_cifar10.jsonl"
+SPLITS = {False: ("train", "test"), True: ("train[:45000]", "train[45000:]")}  # --validate
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--net", default="resnet56", choices=["resnet56", "resnet20"])
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.5, 0.462], help="shares of the MACs")
+    parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--images", type=int, default=4096, help="for recovery")
-    parser.add_argument("--after", help="begin where another run ended: its folder in --work, as ikd-e5-s0-lr0.02")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--lr", nargs="+", type=float, default=[None], help="rates; by default the run's own")
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--images", type=int, default=1024, help="to choose and recover with")
+    parser.add_argument("--train-images", type=int, help="fewer training images; all by default")
+    parser.add_argument("--precision", choices=["no", "bf16"], default="no", help="bf16: see results/step_speed.txt")
+    parser.add_argument("--validate", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("~/.cache/timm-knapsack/finetune_cifar10").expanduser())
-    parser.add_argument("--out", type=Path, help="append the rows to this file too")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="rows are appended to this file")
+    parser.add_argument("--picture", type=Path, help="draw the learning curves of the file's rows, and do nothing else")
     options = parser.parse_args()
+    if options.picture:
+        draw(options.out, options.picture)
+        return
     torch.set_num_threads(options.threads)
-    say = writer(options.out)
-    teacher, first, share = recovered_student(options.work, options.images)
-    if options.after:
-        first.load_state_dict(load_file(options.work / options.after / "last" / "model.safetensors"))
-    test = create_loader(CIFAR, teacher, split="test", batch_size=100)
-    say(f"$ python benchmarks/finetune_cifar10.py {' '.join(sys.argv[1:])}")
-    start = evaluate(first, test)["top1"]
-    base = evaluate(teacher, test)["top1"]
-    say(
-        f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}; teacher {base:.2f} %, "
-        f"{options.after or 'recovered'} {start:.2f} % at {share:.4f} of the MACs"
-    )
-    say("loss  epochs  seed  lr     top-1 after each epoch               lost  minutes (this session)")
     for seed in options.seeds:
-        for loss in options.losses:
-            kd, ikd = LOSSES[loss]
-            run = f"{options.after + '+' if options.after else ''}{loss}-e{options.epochs}-s{seed}-lr{options.lr:g}"
-            config = tk.FinetuneConfig(
-                epochs=options.epochs,
-                lr=options.lr,
-                weight_decay=5e-4,
-                seed=seed,
-                output_dir=str(options.work / run),
-                checkpoint_every=50,
-                distillation=tk.DistillationConfig(kd_weight=kd, ikd_weight=ikd, label_smoothing=0.0),
-                progress=False,
-            )
-            train = create_loader(
-                CIFAR,
-                teacher,
-                split="train",
-                batch_size=128,
-                training=True,
-                augmentation={"crop": "pad", "hflip": 0.5},
-                seed=seed,
-            )
-            student = copy.deepcopy(first).to(memory_format=torch.channels_last)
-            teacher = teacher.to(memory_format=torch.channels_last)
-            began = time.monotonic()
-            result = tk.finetune(student, teacher if kd or ikd else None, train, test, config, resume=True)
-            minutes = (time.monotonic() - began) / 60
-            if result.interrupted:
-                return
-            curve = " ".join(f"{row['top1']:.2f}" for row in result.evaluations)
-            lost = base - result.last_top1
-            say(f"{loss:<6}{options.epochs:<8}{seed:<6}{options.lr:<7g}{curve:<37}{lost:<6.2f}{minutes:.0f}")
+        for share in options.budgets:
+            for choice in options.choices:
+                for loss in options.losses:
+                    for lr in options.lr:
+                        run(options, {"share": share, "choice": choice, "loss": loss, "seed": seed, "lr": lr})
+
+
+def run(options: argparse.Namespace, row: dict) -> None:
+    names = ("net", "epochs", "batch_size", "images", "train_images", "precision", "validate")
+    row = {**row, **{name: getattr(options, name) for name in names}}
+    if any(row.items() <= known.items() for known in rows(options.out)):
+        return
+    teacher, start = starting_point(row["net"], row["choice"], row["share"], row["images"])
+    train_split, eval_split = SPLITS[row["validate"]]
+    test = create_loader(CIFAR, teacher, split=eval_split, batch_size=100)
+    train = create_loader(
+        CIFAR, teacher, split=train_split, batch_size=row["batch_size"], training=True, seed=row["seed"],
+        limit=row["train_images"],
+    )  # fmt: skip
+    kd, ikd = LOSSES[row["loss"]]
+    name = "-".join(str(value) for value in row.values()).replace("[", "").replace("]", "")
+    config = tk.FinetuneConfig(
+        epochs=row["epochs"], lr=row["lr"], weight_decay=5e-4, seed=row["seed"], output_dir=str(options.work / name),
+        distillation=tk.DistillationConfig(kd_weight=kd, ikd_weight=ikd), mixed_precision=row["precision"],
+        checkpoint_every=50, progress=False,
+    )  # fmt: skip
+    student, teacher = (copy.deepcopy(net).to(memory_format=torch.channels_last) for net in (start, teacher))
+    began = time.monotonic()
+    result = tk.finetune(student, teacher if kd or ikd else None, train, test, config, resume=True, say=print)
+    if result.interrupted:
+        raise SystemExit("stopped; the same command goes on")
+    original = evaluate(teacher, test)["top1"]
+    row |= {
+        "when": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}",
+        "minutes": round((time.monotonic() - began) / 60, 1),  # of this session
+        "macs": round(tk.count_macs(student) / tk.count_macs(teacher), 4),
+        "original": original,
+        "curve": [round(one["top1"], 2) for one in result.evaluations],  # the first is the start
+        "lost": round(original - result.last_top1, 2),
+        "choices": result.config.choices(),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row), flush=True)
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def draw(path: Path, picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    known = [row for row in rows(path) if not row["validate"]]
+    shares = sorted({row["share"] for row in known}, reverse=True)
+    figure, panels = plt.subplots(1, len(shares), figsize=(6 * len(shares), 4), squeeze=False, sharey=True)
+    for panel, share in zip(panels[0], shares, strict=True):
+        for row in known:
+            if row["share"] == share:
+                label = f"{row['choice']}, {row['loss']}, seed {row['seed']}"
+                panel.plot(range(len(row["curve"])), row["curve"], marker=".", label=label)
+        panel.axhline(known[0]["original"], color="black", linewidth=0.8)
+        panel.set(title=f"{share:.1%} of the MACs", xlabel="epoch (0: as it was recovered)", ylabel="top-1, %")
+        panel.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(picture)
 
 
 if __name__ == "__main__":

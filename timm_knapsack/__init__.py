@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # the names of _HOME for type checkers and completion; tests/
     from .training.finetuning import FinetuneConfig as FinetuneConfig
     from .training.finetuning import evaluate as evaluate
     from .training.finetuning import finetune as finetune
+    from .training.timm_task import InnerDistillationTask as InnerDistillationTask
     from .values.criteria import Criterion as Criterion
     from .values.criteria import register_criterion as register_criterion
     from .values.curves import ValueCurves as ValueCurves
@@ -77,6 +78,7 @@ _HOME = {
     "finetune": "training.finetuning",
     "FinetuneConfig": "training.finetuning",
     "evaluate": "training.finetuning",
+    "InnerDistillationTask": "training.timm_task",
     "save_pretrained": "hub.saving",
     "push_to_hub": "hub.saving",
     "ChannelConfig": "slim.channel_config",

@@ -70,7 +70,8 @@ def pair():
 
 def make(pair, **options):
     student, teacher, images, _ = pair
-    module = DistillationModule(student, teacher, DistillationConfig(**options), example=images)
+    config = DistillationConfig(**{"label_smoothing": 0.1, **options})
+    module = DistillationModule(student, teacher, config, example=images)
     if module.projections and module.config.ikd_init == "ridge":
         generator = torch.Generator().manual_seed(1)
         for weight in module.projections.values():  # any values: the formula must hold for all

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import timm_knapsack  # noqa: F401  (before timm)
-from timm_knapsack.errors import CheckpointError, DataError, TrainingError
+from timm_knapsack.errors import CheckpointError, DataError, KnapsackError, TrainingError
 from timm_knapsack.training.distillation import DistillationConfig, DistillationModule
 from timm_knapsack.training.finetuning import FinetuneConfig, evaluate, finetune
 
@@ -24,7 +24,7 @@ loop = sys.modules["timm_knapsack.training.finetuning"]  # the module: timm_knap
 
 CLASSES = 4
 PLAIN = DistillationConfig(kd_weight=0, ikd_weight=0, label_smoothing=0.0)
-FULL = DistillationConfig(ikd_weight=1.0, ikd_at="convs", ikd_weight_decay=0.01)
+FULL = DistillationConfig(ikd_weight=1.0, ikd_at="convs", ikd_weight_decay=0.01, label_smoothing=0.1)
 
 
 def network(width, seed=0, norm=False, dropout=0.0):
@@ -54,8 +54,9 @@ def test_equals_a_loop_written_by_hand():
     """SGD, weight decay of matrices only, cosine per update, clipping, KD + IKD: nothing of the loop is reused."""
     student, teacher = network(3, 1), network(6, 2)
     config = FinetuneConfig(
-        epochs=3, lr=0.05, weight_decay=0.02, min_lr=0.001, clip_grad=1.5, distillation=FULL, log_interval=1
-    )
+        epochs=3, optimizer="sgd", lr=0.05, weight_decay=0.02, min_lr=0.001, warmup_epochs=0, clip_grad=1.5,
+        distillation=FULL, log_interval=1,
+    )  # fmt: skip
     result = finetune(student, teacher, batches(), None, config)
 
     module = DistillationModule(network(3, 1), network(6, 2), FULL, example=torch.zeros(1, 3, 8, 8))
@@ -249,7 +250,7 @@ def test_best_and_last_checkpoints(tmp_path):
     config = FinetuneConfig(epochs=3, lr=0.05, distillation=FULL, output_dir=str(tmp_path))
     result = finetune(network(3, 1), network(6), batches(), batches(8, seed=3), config)
     best = max(row["top1"] for row in result.evaluations)
-    assert result.best_top1 == best and len(result.evaluations) == 3
+    assert result.best_top1 == best and [row["epoch"] for row in result.evaluations] == [0, 1, 2, 3]
     fresh = network(3)
     fresh.load_state_dict(load_file(result.best_path / "model.safetensors"))
     assert evaluate(fresh, batches(8, seed=3))["top1"] == best
@@ -328,7 +329,8 @@ def test_run_errors():
     student = network(3)
     cases = [
         (TrainingError, "labels must be", dict(train_loader=[(torch.zeros(2, 3, 8, 8), torch.tensor([0, 9]))])),
-        (TrainingError, "a batch must be", dict(train_loader=[torch.zeros(2, 3, 8, 8)])),
+        (DataError, "no labels, and nothing is distilled", dict(train_loader=[torch.zeros(2, 3, 8, 8)])),
+        (KnapsackError, "a batch is a str", dict(train_loader=["two images"])),
         (TrainingError, "is empty", dict(train_loader=[])),
         (TrainingError, "no length", dict(train_loader=iter(batches()))),
         (TrainingError, "need a teacher", dict(config=replace(config, distillation=FULL))),
@@ -481,7 +483,7 @@ def test_one_process_equals_two(tmp_path):
         assert one[kind]["samples"] == two[kind]["samples"] == 10
         assert one[kind] == pytest.approx(two[kind], abs=1e-4)
     for outcome in (one, two):
-        assert outcome["stopped"] == [True, 2, 0, 0]  # all updates of the epoch, but not yet its evaluation
+        assert outcome["stopped"] == [True, 2, 0, 1]  # all updates of the epoch, but only the start's evaluation
         assert outcome["resumed"]
 
 

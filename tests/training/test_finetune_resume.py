@@ -379,7 +379,7 @@ def main(folder):
         (folder / name).write_text(json.dumps(digest(result)))
 
     assert in_child(lambda: save(train(folder / "whole"), "whole.json"))
-    for number, (operation, count) in enumerate([("fsync", 40), ("replace", 7), ("rmdir", 6), ("fsync", 66)]):
+    for number, (operation, count) in enumerate([("fsync", 48), ("replace", 9), ("rmdir", 8), ("fsync", 74)]):
         place = folder / f"killed{number}"
         assert not in_child(lambda: kill_at(place, operation, count))  # noqa: B023
         leftovers = sorted(p.name for p in place.iterdir())

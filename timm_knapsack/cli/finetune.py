@@ -21,7 +21,7 @@ def finetune(
         str, typer.Option(help="Folder for checkpoints and the tuned model.", metavar="FOLDER")
     ] = "finetuned",
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 50,
-    lr: Annotated[float, typer.Option(help="Learning rate, with a cosine schedule.")] = 0.02,
+    lr: Annotated[float | None, typer.Option(help="Learning rate; follows from the run if it is not given.")] = None,
     kd_weight: Annotated[float, typer.Option(help="Weight of knowledge distillation; 0 for none.")] = 1.0,
     ikd_weight: Annotated[float, typer.Option(help="Weight of inner distillation; 0 for none.")] = 20.0,
     settings: Annotated[list[str] | None, typer.Option("--set", help=_EXAMPLE_SETTINGS, metavar="KEY=VALUE")] = None,
@@ -49,7 +49,7 @@ def finetune(
     from ..training.evaluation import start_accelerator
 
     if data.source is None:
-        raise KnapsackError("finetune needs images with labels: --data FOLDER")
+        raise KnapsackError("finetune needs images: --data FOLDER")
     if not (Path(student) / CHANNELS).is_file():
         raise KnapsackError(
             f"{student} is no folder with a pruned model; `timm-knapsack prune MODEL --out {student}` makes one"
@@ -59,7 +59,6 @@ def finetune(
     job = Job(
         Settings(model=ModelPart(student), finetune=values), folder=folder / "model",
         checkpoints=folder / "checkpoints", resume=resume, eval_name=data.eval_source or data.source,
-        notes=[f"fine-tuned for {epochs} epochs, lr {lr}, kd {kd_weight}, ikd {ikd_weight}"],
         words={"resume": "go on with the same command and --resume"},
     )  # fmt: skip
     config = job.finetune_config()
@@ -74,7 +73,12 @@ def finetune(
     if not job.is_main:
         return
     result = job["tuned"]
-    if result.evaluations:
+    tuned, weights = result.config, result.config.distillation
+    job.notes = [
+        f"fine-tuned for {result.epochs} epochs, {tuned.optimizer}, lr {tuned.lr:g}, kd {weights.kd_weight:g}, "
+        f"ikd {weights.ikd_weight:g}"
+    ]
+    if result.last_top1 is not None:
         metrics = {key: result.evaluations[-1][key] for key in ("top1", "top5", "loss", "samples")}
         job.made["evaluations"] = [{"what": "fine-tuned", **metrics}]
     saved = run_stages(rest, job)["saved"]
@@ -82,6 +86,7 @@ def finetune(
         facts = {
             "folder": str(saved),
             "updates": result.updates,
+            "chosen": tuned.choices(),
             "best_top1": result.best_top1,
             "last_top1": result.last_top1,
         }
@@ -123,7 +128,7 @@ def _loaders(model, data: TrainingDataOptions, seed: int):
     from ..images.loaders import DataConfig, create_loader, open_images
 
     augmentation = console.parse_settings(data.augment, "--augment") or None
-    common = {**data.loader_options(), "labels": "required", "seed": seed}
+    common = {**data.loader_options(), "labels": "auto", "seed": seed}
     train = create_loader(data.source, model, training=True, augmentation=augmentation, **common)
     common |= {"limit": None, "split": data.eval_split}
     if data.eval_source is not None or data.eval_split is not None:

@@ -73,8 +73,8 @@ def quickstart(
         "label_smoothing": 0.1, "weights": folder / "base.safetensors",
     }  # fmt: skip
     tune = {
-        "epochs": tune_epochs, "lr": 0.005, "weight_decay": 5e-4, "log_interval": 5, "progress": False,
-        "distillation": {"kd_weight": 1.0, "ikd_weight": 20.0, "label_smoothing": 0.0},
+        "epochs": tune_epochs, "weight_decay": 5e-4, "log_interval": 5, "progress": False,
+        "distillation": {"kd_weight": 1.0, "ikd_weight": 20.0},
     }  # fmt: skip
     settings = Settings(
         model=ModelPart(model_name, pretrained=False, args={"num_classes": 10, **(model_args or {})}),

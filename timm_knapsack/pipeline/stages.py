@@ -64,7 +64,7 @@ def _train(job: Job) -> str:
     """Train the network that will be pruned, on labels alone, and keep its weights in a file."""
     options = dict(job.options["train"])
     path = options.pop("weights")
-    config = finetune_config({"distillation": {"kd_weight": 0, "ikd_weight": 0}, **options})
+    config = finetune_config({"distillation": {"kd_weight": 0, "ikd_weight": 0}, "freeze_bn_stats": False, **options})
     tuned = finetune(job["base"], None, job["training"], None, config, accelerator=job.accelerator)
     write_tensors(path, job["base"].state_dict())
     job.source = replace(job.source, pretrained=False, weights=str(path))  # what was pruned, for whoever goes on
@@ -145,15 +145,24 @@ def _finetune(job: Job) -> str:
     tuned = finetune(
         student.model, job["base"] if distils else None, job["training"], job.get("evaluation"), config,
         accelerator=job.accelerator, kept=student.kept, resume=job.resume,
+        say=lambda line: job.say(f"finetune: {line}"),
     )  # fmt: skip
     if tuned.interrupted:
         again = job.words.get("resume", "the same command goes on from there")
         raise TrainingError(f"stopped by a signal after update {tuned.updates}; {again}")
     tuned.model.channel_config = student.model.channel_config  # an average of the student is another module
-    student.record.add_finetuning(config, tuned)
+    student.record.add_finetuning(tuned.config, tuned)
     job.made |= {"tuned": tuned, "student": student.then("fine-tuned", tuned.model)}
-    top1 = "" if tuned.last_top1 is None else f", top-1 {tuned.last_top1:.2f} %"
-    return f"{config.epochs} epochs, {tuned.updates} updates{top1}"
+    return f"{tuned.epochs} epochs, {tuned.updates} updates{_gain(tuned.evaluations)}"
+
+
+def _gain(rows: Sequence[dict[str, Any]]) -> str:
+    """The first and the last evaluation of a run, in words."""
+    if not rows:
+        return ""
+    if "top1" in rows[0]:
+        return f", top-1 {rows[0]['top1']:.2f} → {rows[-1]['top1']:.2f} % on {rows[0]['samples']} images"
+    return f", KL from the original {rows[0]['kl']:.3g} → {rows[-1]['kl']:.3g} on {rows[0]['samples']} images"
 
 
 # ---- what came out ------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 ``L = CE + λ_KD · KD + λ_IKD · IKD``, the fine-tuning loss of section 5 of the paper. Every term is a mean over the
 batch, so that several processes with equal batches average to the same number as one.
 
-- **CE**: cross-entropy with label smoothing; labels ``[B]`` or probabilities ``[B, classes]`` (mixup, cutmix).
+- **CE**: cross-entropy with label smoothing; labels ``[B]`` or probabilities ``[B, classes]`` (mixup, cutmix). A label
+  of -1 is none: such an image teaches through its teacher alone, and the mean is that of the labelled ones.
 - **KD**: ``-Σ_i softmax(teacher / T)_i · log softmax(student / T)_i · T²``; ``T = 1`` is the paper's equation.
 - **IKD**: for every layer ``l`` the squared distance of the teacher's pre-activation map from ``M_l`` times the
   student's. The paper sums over positions, channels and layers; its published code takes the mean over the elements of
@@ -21,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import TrainingError
+from ..maps.distance import output_distance
 from ..maps.taps import Tap, find_taps, listen
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
@@ -45,6 +47,7 @@ class DistillationConfig:
     """What the student learns from its teacher.
 
     Attributes:
+        ce_weight: weight of the cross-entropy with the labels; 0 turns the term off, as images without labels do.
         kd_weight: λ_KD; 0 turns the term off.
         temperature: ``T`` of KD; the term is scaled by ``T²``.
         ikd_weight: λ_IKD; 0 turns the term off (as the paper does for EfficientNet).
@@ -55,7 +58,7 @@ class DistillationConfig:
         ikd_init_batches: batches for the ridge solution.
         ikd_ridge: its regulariser, relative to the mean squared activation.
         ikd_weight_decay: weight decay of all ``M_l``; the student has its own.
-        label_smoothing: of the cross-entropy.
+        label_smoothing: of the cross-entropy; None is 0, or in `finetune` what follows from the run.
 
     Example:
         >>> DistillationConfig(kd_weight=1.0, ikd_weight=20.0, ikd_at="blocks").temperature
@@ -63,6 +66,7 @@ class DistillationConfig:
     """
 
     kd_weight: float = 1.0
+    ce_weight: float = 1.0
     temperature: float = 1.0
     ikd_weight: float = 20.0
     ikd_at: str | tuple[str, ...] = "blocks"
@@ -71,13 +75,14 @@ class DistillationConfig:
     ikd_init_batches: int = 8
     ikd_ridge: float = 1e-4
     ikd_weight_decay: float = 1e-4
-    label_smoothing: float = 0.1
+    label_smoothing: float | None = None
 
     def __post_init__(self):
-        for name in ("kd_weight", "ikd_weight", "ikd_weight_decay", "ikd_ridge"):
+        for name in ("ce_weight", "kd_weight", "ikd_weight", "ikd_weight_decay", "ikd_ridge"):
             check_number(name, getattr(self, name), 0)
         check_number("temperature", self.temperature, 1e-3)
-        check_number("label_smoothing", self.label_smoothing, 0, 1)
+        if self.label_smoothing is not None:
+            check_number("label_smoothing", self.label_smoothing, 0, 1)
         check_number("ikd_init_batches", self.ikd_init_batches, 1, whole=True)
         check_choice("ikd_reduction", self.ikd_reduction, ("mean", "sum"))
         check_choice("ikd_init", self.ikd_init, ("ridge", "selection"))
@@ -147,7 +152,7 @@ class DistillationModule(nn.Module):
         self._outside = (teacher,)  # in a tuple, which nn.Module does not register
         self.taps: list[Tap] = []
         self._channel_dim: dict[str, int] = {}
-        self._awaits_data = False
+        self.awaits_data = False
         if teacher is not None and (config.kd_weight or config.ikd_weight):
             teacher.eval()
             kept = kept_of(student, teacher) if kept is None else kept
@@ -156,6 +161,10 @@ class DistillationModule(nn.Module):
     @property
     def teacher(self) -> nn.Module | None:
         return self._outside[0]
+
+    @property
+    def distils(self) -> bool:
+        return bool(self.config.kd_weight or self.config.ikd_weight)
 
     def to(self, *args, **kwargs):
         if self.teacher is not None:
@@ -169,7 +178,7 @@ class DistillationModule(nn.Module):
 
     def mark_initialised(self) -> None:
         """Say that every ``M_l`` has its values, from wherever: ``forward`` refuses to run before."""
-        self._awaits_data = False
+        self.awaits_data = False
 
     def _find_maps(self, kept: Mapping[str, Any], example: torch.Tensor) -> None:
         config, student, teacher = self.config, self.student, self.teacher
@@ -193,7 +202,7 @@ class DistillationModule(nn.Module):
                     weight = _selection(teacher, tap.name, kept, *shape)
                 else:
                     weight = torch.zeros(shape)
-                    self._awaits_data = True
+                    self.awaits_data = True
                 device = next(student.parameters()).device
                 self.projections[tap.name.replace(".", "/")] = nn.Parameter(weight.to(device))
 
@@ -206,25 +215,38 @@ class DistillationModule(nn.Module):
 
     def forward(self, images: torch.Tensor, targets: torch.Tensor) -> Losses:
         config = self.config
-        if self._awaits_data:
+        logits, kd, ikd = self.compare(images)
+        ce = ce_loss(logits, targets, config.label_smoothing or 0.0)
+        total = config.ce_weight * ce + config.kd_weight * kd + config.ikd_weight * ikd
+        return Losses(total, ce.detach(), kd.detach(), ikd.detach(), logits.detach())
+
+    def compare(
+        self, images: torch.Tensor, teacher_images: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The student's logits, KD and IKD, with gradients; a term that is off is 0.
+
+        Args:
+            images: for the student.
+            teacher_images: the same for a teacher that wants another normalisation.
+        """
+        config = self.config
+        if self.awaits_data:
             raise TrainingError("M_l is not initialised: call init_from_data(batches), or use ikd_init='selection'")
         teacher_maps, kd, ikd = {}, images.new_zeros(()), images.new_zeros(())
-        if config.kd_weight or config.ikd_weight:
+        if self.distils:
             self.teacher.eval()  # whatever the caller did to it in between
             with torch.no_grad():
-                teacher_logits, teacher_maps = self._run(self.teacher, images)
+                teacher_logits, teacher_maps = self._run(
+                    self.teacher, images if teacher_images is None else teacher_images
+                )
         logits, maps = self._run(self.student, images)
-        ce = F.cross_entropy(logits.float(), targets, label_smoothing=config.label_smoothing)
-        total = ce
         if config.kd_weight:
             kd = kd_loss(logits, teacher_logits, config.temperature)
-            total = total + config.kd_weight * kd
         if config.ikd_weight:
             ikd = sum(self._distance(tap, maps.pop(tap.name), teacher_maps.pop(tap.name)) for tap in self.taps)
             if config.ikd_reduction == "mean":
                 ikd = ikd / len(self.taps)
-            total = total + config.ikd_weight * ikd
-        return Losses(total, ce.detach(), kd.detach(), ikd.detach(), logits.detach())
+        return logits, kd, ikd
 
     def _distance(self, tap: Tap, student_map: torch.Tensor, teacher_map: torch.Tensor) -> torch.Tensor:
         if tap.name in self._channel_dim:
@@ -239,28 +261,34 @@ class DistillationModule(nn.Module):
     @torch.no_grad()
     def init_from_data(
         self, batches: Iterable[Any], reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> None:
+    ) -> float:
         """Set every ``M_l`` to the ridge solution ``T Sᵀ (S Sᵀ + λ I)⁻¹`` on some batches, in float64.
 
         Both networks run in ``eval`` mode: bring the student's BatchNorm statistics up to date first (``recover``).
+        With ``ikd_init="selection"`` every ``M_l`` has its values already, and keeps them.
 
         Args:
             batches: images, or tuples that begin with images.
             reduce: sums a tensor over all processes, so that each gets the same solution.
+
+        Returns:
+            How far the student is from its teacher on these batches: the mean KL divergence of their outputs, in nats.
         """
         grams: dict[str, list[torch.Tensor]] = {}
-        seen = 0
+        to_fit = self._channel_dim if self.config.ikd_init == "ridge" else {}
+        distance = torch.zeros(2, dtype=torch.float64, device=_exact_device(next(self.student.parameters())))
         for batch in batches:
             images = batch[0] if isinstance(batch, (tuple, list)) else batch
             images = images.to(next(self.student.parameters()).device)
             with eval_mode(self.student, self.teacher):
-                _, teacher_maps = self._run(self.teacher, images)
-                _, maps = self._run(self.student, images)
-            for name, dim in self._channel_dim.items():
+                teacher_logits, teacher_maps = self._run(self.teacher, images)
+                logits, maps = self._run(self.student, images)
+            distance[0] += output_distance(teacher_logits, logits, logits=True).sum().to(distance.device)
+            distance[1] += len(images)
+            for name, dim in to_fit.items():
                 _accumulate(grams, name, _rows(maps[name], dim), _rows(teacher_maps[name], dim))
-            seen += 1
-        if self._channel_dim and not seen:
-            raise TrainingError("the ridge start of M_l got no batch; give data, or use ikd_init='selection'")
+        if not distance[1]:
+            raise TrainingError("the start of M_l got no batch; give data")
         for name, pair in grams.items():
             gram, cross = (reduce(part) for part in pair) if reduce else pair
             gram, cross = gram.cpu(), cross.cpu()
@@ -268,6 +296,23 @@ class DistillationModule(nn.Module):
             solution = torch.linalg.solve(gram + damping * torch.eye(len(gram), dtype=gram.dtype), cross.T).T
             self.projections[name.replace(".", "/")].copy_(solution)
         self.mark_initialised()
+        nats, count = (reduce(distance) if reduce else distance).tolist()
+        return nats / count
+
+
+def ce_loss(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Cross-entropy with labels or probabilities, mean over the images that have one; 0 where none has.
+
+    Example:
+        >>> round(ce_loss(torch.zeros(3, 2), torch.tensor([0, -1, 1])).item(), 4)  # log 2
+        0.6931
+        >>> ce_loss(torch.zeros(3, 2), torch.tensor([-1, -1, -1])).item()
+        0.0
+    """
+    if targets.is_floating_point():
+        return F.cross_entropy(logits.float(), targets, label_smoothing=label_smoothing)
+    options = {"ignore_index": -1, "reduction": "sum", "label_smoothing": label_smoothing}
+    return F.cross_entropy(logits.float(), targets, **options) / (targets >= 0).sum().clamp_min(1)
 
 
 def kd_loss(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -295,7 +340,7 @@ def _rows(features: torch.Tensor, dim: int) -> torch.Tensor:
 def _accumulate(grams: dict, name: str, student: torch.Tensor, teacher: torch.Tensor, chunk: int = 2**16) -> None:
     """Add ``Σ s sᵀ`` and ``Σ t sᵀ`` in float64, by chunks: a float64 copy of a whole map may not fit."""
     if name not in grams:
-        device = "cpu" if student.device.type == "mps" else student.device  # MPS has no float64
+        device = _exact_device(student)
         grams[name] = [
             torch.zeros(width, student.shape[1], dtype=torch.float64, device=device)
             for width in (student.shape[1], teacher.shape[1])
@@ -304,6 +349,11 @@ def _accumulate(grams: dict, name: str, student: torch.Tensor, teacher: torch.Te
         s, t = (part.to(grams[name][0].device).double() for part in (s, t))
         grams[name][0] += s.T @ s
         grams[name][1] += t.T @ s
+
+
+def _exact_device(tensor: torch.Tensor) -> torch.device:
+    """Where sums in float64 can be kept: MPS has none."""
+    return torch.device("cpu") if tensor.device.type == "mps" else tensor.device
 
 
 def _example(teacher: nn.Module, student: nn.Module) -> torch.Tensor:

@@ -19,7 +19,7 @@ taken to yield global batches, and each process uses its share of the rows.
 import hashlib
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import TrainingError
 from ..images.sampling import EpochLoader, resume_at
+from ..maps.batches import LABEL_KEYS, images_of
 
 _logger = logging.getLogger(__name__)
 
@@ -144,10 +145,22 @@ class EpochBatches:
 
 
 def split_batch(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(images, labels)`` of a batch, or an error that says what was expected."""
-    if isinstance(batch, (tuple, list)) and len(batch) >= 2 and all(isinstance(b, torch.Tensor) for b in batch[:2]):
-        return batch[0], batch[1]
-    raise TrainingError(f"a batch must be (images, labels), two tensors; got {type(batch).__name__}")
+    """``(images, labels)`` of a batch; labels of -1 where it has none.
+
+    Example:
+        >>> split_batch({"pixel_values": torch.zeros(2, 3, 8, 8)})[1]
+        tensor([-1, -1])
+    """
+    images = images_of(batch)
+    if isinstance(batch, Mapping):
+        targets = next((batch[key] for key in LABEL_KEYS if key in batch), None)
+    else:
+        targets = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    if targets is None:
+        return images, torch.full((len(images),), -1)
+    if not isinstance(targets, torch.Tensor):
+        raise TrainingError(f"the labels of a batch must be a tensor, got {type(targets).__name__}")
+    return images, targets
 
 
 def _layers(loader: Any) -> Iterator[Any]:

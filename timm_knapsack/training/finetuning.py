@@ -4,34 +4,35 @@ Accelerate places, distributes and scales; timm gives optimiser, schedule, mixup
 
 BatchNorm on several processes: each process normalises with its own share of the batch, and the running statistics are
 those of process 0 (as in DDP); ``freeze_bn_stats`` normalises with the running statistics instead and leaves them as
-they are. Only then, or without BatchNorm, does a run on N processes equal a run on one with the same global batch.
+they are, and ``sync_bn`` lets every process see the whole batch. Only then, or without BatchNorm, does a run on N
+processes equal a run on one with the same global batch; docs/training.md says what else is equal, and what can't be.
 """
 
 import logging
 import math
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from ..errors import CheckpointError, DataError, TrainingError
+from ..errors import CheckpointError, TrainingError
 from ..files.atomic import settle
 from .checkpoints import Checkpoint, check_replaceable, first_difference, read_checkpoint, write_checkpoint
 from .config import FinetuneConfig
 from .counters import check_counters
 from .distillation import DistillationModule
 from .epoch_batches import seed_all
-from .evaluation import check_labels, check_targets, evaluate, start_accelerator
+from .evaluation import check_labels, check_targets, ended_below_its_start, evaluate, is_better, start_accelerator
 from .folder_lock import only_run_in
 from .last_good import LastGoodBuffers
+from .processes import batchnorm_synchronised, lost_process_named
+from .result import FinetuneResult
 from .same_data import batches_on_all, describe_data, first_batches
 from .session import ProgressBar, StopRequest
 from .setup import (
@@ -40,44 +41,19 @@ from .setup import (
     build_optimizer,
     build_scheduler,
     check_accelerator,
+    check_something_to_learn,
     describe_run,
+    fit_to_run,
+    mixed,
     start_trackers,
+    train_mode,
 )
 
 __all__ = ["FinetuneConfig", "FinetuneResult", "evaluate", "finetune"]
 
 _logger = logging.getLogger(__name__)
 _TERMS = ("total", "ce", "kd", "ikd")
-
-
-@dataclass
-class FinetuneResult:
-    """What a run gave.
-
-    Attributes:
-        model: the model to use: the EMA copy where ``ema_decay`` is set, else the student itself.
-        student: the student, trained in place, in ``eval()`` mode; its weights are those of the last update.
-        history: a row for every ``log_interval`` updates: epoch, update, lr, and the mean of each loss term since the
-            row before (``kd`` and ``ikd`` without their weights).
-        evaluations: a row for every evaluation of ``model``: epoch, update, top1, top5 (percent), loss, samples.
-        best_top1, last_top1: percent; None without evaluation.
-        last_path, best_path: checkpoint folders; None where nothing was written. ``best`` holds the weights of
-            ``model`` at its best evaluation, ``last`` all that a resume needs.
-        interrupted: True if SIGTERM ended the run early; ``resume=True`` goes on from ``last_path``.
-        epochs, updates: done so far, over all sessions of the run.
-    """
-
-    model: nn.Module
-    student: nn.Module
-    history: list[dict[str, float]] = field(default_factory=list)
-    evaluations: list[dict[str, float]] = field(default_factory=list)
-    best_top1: float | None = None
-    last_top1: float | None = None
-    last_path: Path | None = None
-    best_path: Path | None = None
-    interrupted: bool = False
-    epochs: int = 0
-    updates: int = 0
+_STATE = ("epoch", "batch", "update", "sums", "count", "history", "evaluations", "best")  # kept in a checkpoint
 
 
 def finetune(
@@ -90,20 +66,26 @@ def finetune(
     accelerator: Any = None,
     kept: Any = None,
     resume: bool = False,
+    say: Callable[[str], Any] | None = None,
 ) -> FinetuneResult:
     """Train the student, in place, with cross-entropy and what its teacher knows.
+
+    What the config leaves open follows from the run; the start is evaluated first, counts as epoch 0, and is ``best``
+    until something is better. Images without labels (-1, or batches of images alone) learn from the teacher alone.
 
     Args:
         student: the slim model.
         teacher: the original model; None where the config distils nothing. It is put into ``eval()``.
-        train_loader: a ``DataLoader`` (its batch size is per process) or a list of ``(images, labels)``; see
-            ``epoch_batches`` for what makes it resume exactly.
+        train_loader: a ``DataLoader`` (its batch size is per process) or a list, of ``(images, labels)``, of images or
+            of dicts with ``pixel_values``; see ``epoch_batches`` for what makes it resume exactly.
         eval_loader: likewise; None for no evaluation.
         config: everything else.
         accelerator: an ``accelerate.Accelerator`` to use instead of a new one.
         kept: module name → the teacher's channels that the student kept; for ``ikd_init="selection"``. A model that
             comes from `prune`, or from a folder that `save_pretrained` wrote, knows them.
         resume: go on from ``config.output_dir/last``. Where there is none yet, start from the beginning.
+        say: gets a line with what was chosen, and one if the run ended below its start; by default they go to a
+            terminal, else to the log.
 
     Raises:
         TrainingError: a loss that is not finite, or networks, data and config that do not fit each other.
@@ -125,28 +107,29 @@ def finetune(
         accelerator = own = start_accelerator(config.mixed_precision, config.trackers, config.output_dir)
     check_accelerator(accelerator, config)
     with only_run_in(config.output_dir, accelerator):
-        run = _Run(student, teacher, train_loader, eval_loader, config, accelerator, kept, resume)
+        run = _Run(student, teacher, train_loader, eval_loader, config, accelerator, kept, resume, say)
         run.owns_accelerator = own is not None
-        with run.stop, run.progress.over(run.config.epochs * len(run.batches)):
+        progress = run.progress.over(run.config.epochs * len(run.batches))
+        synchronised = batchnorm_synchronised(student, accelerator, run.config.sync_bn)
+        with run.stop, progress, lost_process_named(accelerator, run.last), synchronised:
             return run.train()
 
 
 class _Run:
     """One fine-tuning run: everything that changes while it trains, and how to save and restore it."""
 
-    def __init__(self, student, teacher, train_loader, eval_loader, config, accelerator, kept, resume):
+    def __init__(self, student, teacher, train_loader, eval_loader, config, accelerator, kept, resume, say):
         self.config, self.student, self.accelerator = config, student, accelerator
         self.owns_accelerator = False
         self.output = Path(config.output_dir) if config.output_dir else None
         self.last = self.output / "last" if self.output else None
         self.epoch = self.batch = self.update = 0
-        self.history, self.evaluations, self.best_top1 = [], [], None
+        self.history, self.evaluations, self.best = [], [], None
         self.sums, self.count = [0.0] * len(_TERMS), 0
         self.stop, self.progress = StopRequest(), ProgressBar(config.progress and accelerator.is_main_process)
+        self.say = say
 
         checkpoint = self._find_checkpoint(resume)
-        if getattr(getattr(train_loader, "dataset", None), "has_labels", True) is False:
-            raise DataError("the training data has no labels; cross-entropy needs them: name the label column")
         self.batches = batches_on_all(train_loader, accelerator, config.seed, config.steps_per_epoch)
         if isinstance(eval_loader, DataLoader):
             eval_loader = accelerator.prepare(eval_loader, device_placement=[False])
@@ -159,13 +142,18 @@ class _Run:
         images, targets = first[0]
         self.classes = check_labels(student, images[:2], targets)
         self.module = DistillationModule(student, teacher, config.distillation, kept, images[:2])
+        check_something_to_learn(config.distillation, targets)
         self.identity = describe_run(config, accelerator, self.module, len(self.batches))
         self.identity["data"] = describe_data(self.batches, first, accelerator)
         if checkpoint is not None:
             self._check_same_run(checkpoint)
-        elif config.distillation.ikd_init == "ridge" and self.module.projections:
-            some = islice(self.batches.epoch(0), config.distillation.ikd_init_batches)
-            self.module.init_from_data(some, reduce=lambda part: accelerator.reduce(part, "sum"))
+            self.config = config.with_choices(checkpoint.state["choices"])
+        else:
+            self.config, line = fit_to_run(config, accelerator, self.module, self.batches, images, targets)
+            if line and accelerator.is_main_process:
+                _logger.info(line)
+                (say or self.progress.print)(line)
+        self.module.config = self.config.distillation
         self._build()
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -212,7 +200,9 @@ class _Run:
 
     def train(self) -> FinetuneResult:
         interrupted = False
-        while self.epoch < self.config.epochs and not interrupted:
+        if self.eval_loader is not None and not self.evaluations:
+            self._evaluate()
+        while self.epoch < self.config.epochs and not interrupted and not self._out_of_patience():
             self._train_mode()
             batches = self.batches.epoch(self.epoch, self.batch)
             while self.batch < len(self.batches) and not interrupted:
@@ -225,11 +215,7 @@ class _Run:
 
     def _train_mode(self) -> None:
         self.images_seen, self.started = 0, time.monotonic()
-        self.prepared.train()
-        if self.config.freeze_bn_stats:
-            for module in self.student.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    module.eval()
+        train_mode(self.prepared, self.config)
 
     def _update(self, batches: Any) -> bool:
         """One optimiser step over up to ``grad_accumulation`` batches; returns whether to stop after it."""
@@ -241,7 +227,8 @@ class _Run:
             images, targets = next(batches)
             check_targets(targets, self.classes, f"batch {self.batch} of epoch {self.epoch}")
             seed_all(self.config.seed, "step", self.epoch, self.batch, accelerator.process_index)
-            images, targets = self._mixed(images, targets)
+            if self.mix is not None:
+                images, targets = mixed(self.mix, images, targets)
             with accelerator.no_sync(self.prepared) if position + 1 < window else nullcontext():
                 losses = self.prepared(images, targets)
                 accelerator.backward(losses.total / window)
@@ -264,13 +251,6 @@ class _Run:
             self.ema.update(self.student, step=self.update)
         self._record(values, lr)
         return stop > 0
-
-    def _mixed(self, images: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.mix is None or targets.is_floating_point():
-            return images, targets
-        if len(images) % 2:  # timm mixes pairs; an odd last batch stays as it is
-            return images, F.one_hot(targets, self.classes).float()
-        return self.mix(images.clone(), targets)  # it works in place, and the batch may be the caller's
 
     def _check_loss(self, values: list[float]) -> None:
         if all(map(math.isfinite, values)):
@@ -308,15 +288,23 @@ class _Run:
         self._share_buffers()
         due = self.epoch % self.config.eval_every == 0 or self.epoch == self.config.epochs
         if self.eval_loader is not None and due:
-            metrics = evaluate(self._best_model(), self.eval_loader, self.accelerator)
-            self.accelerator.log({f"eval/{key}": value for key, value in metrics.items()}, step=self.update)
-            metrics["loss"] = metrics["loss"] if math.isfinite(metrics["loss"]) else None  # JSON knows no NaN
-            self.evaluations.append({"epoch": self.epoch, "update": self.update, **metrics})
-            _logger.info("epoch %d of %d: %s", self.epoch, self.config.epochs, metrics)
-            if self.best_top1 is None or metrics["top1"] > self.best_top1:
-                self.best_top1 = metrics["top1"]
-                self._save_best()
+            self._evaluate()
         self._save()
+
+    def _evaluate(self) -> None:
+        """Add a row to the evaluations; the start is the first, and the best until something is better."""
+        metrics = evaluate(self._best_model(), self.eval_loader, self.accelerator, teacher=self.module.teacher)
+        self.accelerator.log({f"eval/{key}": value for key, value in metrics.items()}, step=self.update)
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON knows no NaN
+        self.evaluations.append({"epoch": self.epoch, "update": self.update, **finite})
+        _logger.info("epoch %d of %d: %s", self.epoch, self.config.epochs, metrics)
+        if self.best is None or is_better(self.evaluations[-1], self.best):
+            self.best = self.evaluations[-1]
+            self._save_best()
+
+    def _out_of_patience(self) -> bool:
+        patience = self.config.patience
+        return patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= patience
 
     def _share_buffers(self) -> None:
         """Give every process the BatchNorm statistics of process 0; between updates each has its own."""
@@ -336,13 +324,16 @@ class _Run:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
         best = self.output / "best" if self.output else None
+        if self.evaluations and is_better(self.evaluations[0], self.evaluations[-1]) and not interrupted:
+            if self.accelerator.is_main_process:
+                (self.say or _logger.warning)(ended_below_its_start(self.evaluations, self.best, best))
         return FinetuneResult(
             model=self._best_model(),
             student=self.student,
+            config=self.config,
             history=self.history,
             evaluations=self.evaluations,
-            best_top1=self.best_top1,
-            last_top1=self.evaluations[-1]["top1"] if self.evaluations else None,
+            best=self.best,
             last_path=self.last,
             best_path=best if best and best.exists() else None,
             interrupted=interrupted,
@@ -381,8 +372,8 @@ class _Run:
                 tensors["ema"] = self.ema.module.state_dict()
             scaler = self.accelerator.scaler
             plain = {"optimizer": self.optimizer.state_dict(), "scaler": scaler.state_dict() if scaler else None}
-            state = {name: getattr(self, name) for name in ("epoch", "batch", "update", "best_top1", "sums", "count")}
-            state |= {"history": self.history, "evaluations": self.evaluations, "run": self.identity}
+            state = {name: getattr(self, name) for name in _STATE}
+            state |= {"run": self.identity, "choices": self.config.choices()}
             write_checkpoint(self.last, tensors, state, plain)
         self.accelerator.wait_for_everyone()
 
@@ -403,7 +394,7 @@ class _Run:
             self.optimizer.load_state_dict(checkpoint.optimizer["optimizer"])
             if self.accelerator.scaler is not None:
                 self.accelerator.scaler.load_state_dict(checkpoint.optimizer["scaler"])
-            for name in ("epoch", "batch", "update", "best_top1", "sums", "count", "history", "evaluations"):
+            for name in _STATE:
                 setattr(self, name, checkpoint.state[name])
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
             raise CheckpointError(f"{checkpoint.path} can't be resumed: {error}") from error

@@ -56,6 +56,13 @@ class ProgressBar:
             yield self
         self._bar = None
 
+    def print(self, line: str) -> None:
+        """A line of its own, above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        elif self.show:
+            print(line, file=sys.stderr)
+
     def update(self, done: int, description: str, terms: Mapping[str, float], lr: float, speed: float) -> None:
         if self._bar is not None:
             text = " ".join(f"{term} {value:.3f}" for term, value in terms.items())

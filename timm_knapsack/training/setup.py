@@ -1,8 +1,11 @@
 """What a training run is made of, built from its config: timm's optimiser, schedule, mixing and averaging."""
 
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,15 +14,21 @@ from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import TrainingError
+from ..errors import DataError, TrainingError
 from .config import FinetuneConfig
-from .distillation import DistillationModule
+from .distillation import DistillationConfig, DistillationModule
+from .epoch_batches import EpochBatches
+from .processes import check_distribution
+from .run_defaults import RunFacts, choose_kind, choose_rates, describe_choice, measure_sharpness, needs_sharpness
 from .same_data import crc32
 
 
 def check_accelerator(accelerator: Any, config: FinetuneConfig) -> None:
-    """Refuse an accelerator that contradicts the config."""
+    """Refuse an accelerator that contradicts the config, or that this training does not serve."""
+    check_distribution(accelerator)
     if accelerator.gradient_accumulation_steps != 1:
         raise TrainingError(
             f"the accelerator has gradient_accumulation_steps={accelerator.gradient_accumulation_steps}; leave it at 1 "
@@ -79,9 +88,22 @@ def build_mixing(config: FinetuneConfig, classes: int) -> Any:
     return Mixup(config.mixup, config.cutmix, prob=config.mix_prob, label_smoothing=0.0, num_classes=classes)
 
 
+def mixed(mix: Mixup, images: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The batch after mixup or cutmix. timm mixes pairs: an odd last batch stays as it is."""
+    if targets.is_floating_point():
+        return images, targets
+    even = len(images) % 2 == 0
+    if (targets < 0).any():  # what is mixed with an image that has no label has none either
+        images = mix(images.clone(), targets.clamp_min(0))[0] if even else images
+        return images, torch.full_like(targets, -1)
+    if not even:
+        return images, F.one_hot(targets, mix.num_classes).float()
+    return mix(images.clone(), targets)  # it works in place, and the batch may be the caller's
+
+
 def build_average(student: nn.Module, config: FinetuneConfig) -> Any:
     """An exponential moving average of the bare student (``M_l``, DDP and autocast wrappers stay outside), or None."""
-    if config.ema_decay is None:
+    if not config.ema_decay:
         return None
     return ModelEmaV3(student, decay=config.ema_decay, use_warmup=config.ema_warmup)
 
@@ -91,6 +113,57 @@ def start_trackers(accelerator: Any, config: FinetuneConfig) -> None:
     if accelerator.log_with and not accelerator.trackers:
         plain = {key: value for key, value in _flat(asdict(config)) if isinstance(value, (bool, int, float, str))}
         accelerator.init_trackers(config.project, config=plain)
+
+
+def check_something_to_learn(terms: DistillationConfig, targets: torch.Tensor) -> None:
+    """Refuse images without labels where nothing is distilled."""
+    if not (terms.kd_weight or terms.ikd_weight) and (not terms.ce_weight or (targets < 0).all()):
+        raise DataError(
+            "the training data has no labels, and nothing is distilled: name the label column, or give a teacher and a "
+            "kd_weight or ikd_weight"
+        )
+
+
+def fit_to_run(
+    config: FinetuneConfig,
+    accelerator: Any,
+    module: DistillationModule,
+    batches: EpochBatches,
+    images: torch.Tensor,
+    targets: torch.Tensor,
+) -> tuple[FinetuneConfig, str]:
+    """Fit the ``M_l`` on the first batches, and choose what the config leaves open from where this run starts.
+
+    Returns:
+        The config with nothing left open, and a line that says what was chosen; empty where nothing was.
+    """
+    asked, per_epoch = config, math.ceil(len(batches) / config.grad_accumulation)
+    facts = RunFacts(
+        updates=config.epochs * per_epoch,
+        updates_per_epoch=per_epoch,
+        share=len(images),
+        batchnorm=any(isinstance(part, _BatchNorm) for part in module.student.modules()),
+    )
+    if module.distils and (config.lr is None or module.awaits_data):
+        some = islice(batches.epoch(0), config.distillation.ikd_init_batches)
+        distance = module.init_from_data(some, reduce=lambda part: accelerator.reduce(part, "sum"))
+        facts = replace(facts, distance=distance)
+    config = choose_kind(config, facts)
+    if needs_sharpness(config):
+        train_mode(module, config)
+        average = partial(accelerator.reduce, reduction="mean") if accelerator.num_processes > 1 else None
+        facts = replace(facts, sharpness=measure_sharpness(module, images, targets, config.seed, average))
+    config = choose_rates(config, facts)
+    return config, describe_choice(asked, config, facts)
+
+
+def train_mode(module: nn.Module, config: FinetuneConfig) -> None:
+    """``train()``, with BatchNorm left in ``eval()`` where its statistics stay as they are."""
+    module.train()
+    if config.freeze_bn_stats:
+        for part in module.modules():
+            if isinstance(part, _BatchNorm):
+                part.eval()
 
 
 def describe_run(config: FinetuneConfig, accelerator: Any, module: DistillationModule, batches: int) -> dict[str, Any]:
