@@ -64,7 +64,7 @@ def test_data_that_differs_each_time_is_resumed_with_a_warning(config, caplog):
     [
         {"epoch": -1}, {"epoch": 3}, {"epoch": 1.0}, {"epoch": True}, {"batch": 4}, {"batch": -1}, {"batch": None},
         {"update": 7}, {"update": 10**9}, {"count": -1}, {"sums": [1.0, "a"]}, {"sums": None},
-        {"best_top1": 101}, {"best_top1": "high"}, {"history": 3}, {"history": [3]}, {"evaluations": {}},
+        {"best": {"epoch": 0, "top1": 101}}, {"best": "high"}, {"history": 3}, {"history": [3]}, {"evaluations": {}},
     ],
     ids=str,
 )  # fmt: skip
@@ -78,7 +78,7 @@ def test_impossible_counters_are_refused(config, change):
 
 def test_after_a_nan_statistics_are_those_of_the_last_good_update(config):
     given = batches(24, 4)
-    config = replace(config, scheduler="constant")
+    config = replace(config, scheduler="constant", freeze_bn_stats=False)
     good = network(3, norm=True)
     with pytest.raises(TrainingError, match="not finite at update 4"):
         finetune(good, None, [*given[:3], (given[3][0] * float("nan"), given[3][1]), *given[4:]], None, config)

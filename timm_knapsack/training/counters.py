@@ -13,11 +13,12 @@ def check_counters(state: Mapping[str, Any], epochs: int, batches: int, accumula
 
     Example:
         >>> state = {"epoch": 1, "batch": 2, "update": 6, "count": 0, "sums": [0.0], "history": [], "evaluations": []}
-        >>> check_counters({**state, "best_top1": None}, epochs=3, batches=4, accumulation=1, place="last")
-        >>> check_counters({**state, "best_top1": 101.0}, epochs=3, batches=4, accumulation=1, place="last")
+        >>> check_counters({**state, "best": None}, epochs=3, batches=4, accumulation=1, place="last")
+        >>> best = {"epoch": 1, "top1": 101.0}
+        >>> check_counters({**state, "best": best}, epochs=3, batches=4, accumulation=1, place="last")
         Traceback (most recent call last):
         ...
-        timm_knapsack.errors.CheckpointError: last can't be resumed: best_top1 is 101.0, and a run of 3 epochs ...
+        timm_knapsack.errors.CheckpointError: last can't be resumed: best is {'epoch': 1, 'top1': 101.0}, and a ...
     """
 
     def refuse(name: str) -> None:
@@ -36,15 +37,22 @@ def check_counters(state: Mapping[str, Any], epochs: int, batches: int, accumula
         refuse("batch")
     if state["update"] != epoch * math.ceil(batches / accumulation) + math.ceil(batch / accumulation):
         refuse("update")
-    sums, best = state.get("sums"), state.get("best_top1")
+    sums, best = state.get("sums"), state.get("best")
     if not isinstance(sums, list) or not all(_is_number(value) for value in sums):
         refuse("sums")
-    if best is not None and not (_is_number(best) and 0 <= best <= 100):
-        refuse("best_top1")
+    if best is not None and not _is_evaluation(best, epochs):
+        refuse("best")
     for name in ("history", "evaluations"):
         rows = state.get(name)
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             refuse(name)
+
+
+def _is_evaluation(row: Any, epochs: int) -> bool:
+    if not isinstance(row, dict) or type(row.get("epoch")) is not int or not 0 <= row["epoch"] <= epochs:
+        return False
+    top1 = row.get("top1")  # none without labels
+    return all(map(_is_number, row.values())) and (top1 is None or 0 <= top1 <= 100)
 
 
 def _is_number(value: Any) -> bool:

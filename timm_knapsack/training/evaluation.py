@@ -47,7 +47,7 @@ def evaluate(
             if not sharded and index % accelerator.num_processes != accelerator.process_index:
                 continue
             images, targets = (part.to(device) for part in split_batch(batch))
-            labelled = bool((targets >= 0).all())
+            labelled = not has_no_labels(targets)
             if not labelled and teacher is None:
                 raise DataError("the evaluation data has no labels; name the label column, or leave the evaluation out")
             with accelerator.autocast():
@@ -139,15 +139,26 @@ def check_labels(student: nn.Module, images: torch.Tensor, targets: torch.Tensor
     """The number of classes; an error where the labels do not fit it, instead of an index error deep down."""
     with eval_mode(student), torch.no_grad():
         classes = student(images).shape[-1]
-    check_targets(targets, classes)
+    check_targets(targets, classes, unlabelled=has_no_labels(targets))
     return classes
 
 
-def check_targets(targets: torch.Tensor, classes: int, where: str = "") -> None:
+def has_no_labels(targets: torch.Tensor) -> bool:
+    """Is every target -1, as loaders give them for images without a label?
+
+    Example:
+        >>> has_no_labels(torch.tensor([-1, -1])), has_no_labels(torch.tensor([-1, 3]))
+        (True, False)
+    """
+    return not targets.is_floating_point() and bool((targets == -1).all())
+
+
+def check_targets(targets: torch.Tensor, classes: int, where: str = "", unlabelled: bool = False) -> None:
     """An error that names the first image whose label is not one of the classes.
 
     Args:
         where: which batch it is, for the error.
+        unlabelled: the data has no labels, which -1 stands for.
 
     Example:
         >>> check_targets(torch.tensor([0, 2, 9]), 3, "batch 5")
@@ -163,7 +174,7 @@ def check_targets(targets: torch.Tensor, classes: int, where: str = "") -> None:
     expected = f"labels must be [batch] from 0 to {classes - 1}"
     if targets.ndim != 1:
         raise TrainingError(f"{expected}; got the shape {tuple(targets.shape)}{place and f' in {where}'}")
-    wrong = (targets < -1) | (targets >= classes)  # -1: no label
+    wrong = (targets < (-1 if unlabelled else 0)) | (targets >= classes)
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise TrainingError(f"{expected}; image {row}{place or ' of the first batch'} has {int(targets[row])}")

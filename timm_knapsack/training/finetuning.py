@@ -28,7 +28,15 @@ from .config import FinetuneConfig
 from .counters import check_counters
 from .distillation import DistillationModule
 from .epoch_batches import seed_all
-from .evaluation import check_labels, check_targets, ended_below_its_start, evaluate, is_better, start_accelerator
+from .evaluation import (
+    check_labels,
+    check_targets,
+    ended_below_its_start,
+    evaluate,
+    has_no_labels,
+    is_better,
+    start_accelerator,
+)
 from .folder_lock import only_run_in
 from .last_good import LastGoodBuffers
 from .processes import batchnorm_synchronised, lost_process_named
@@ -140,6 +148,7 @@ class _Run:
             teacher.to(accelerator.device)
         first = first_batches(self.batches)
         images, targets = first[0]
+        self.unlabelled = has_no_labels(targets)
         self.classes = check_labels(student, images[:2], targets)
         self.module = DistillationModule(student, teacher, config.distillation, kept, images[:2])
         check_something_to_learn(config.distillation, targets)
@@ -147,7 +156,7 @@ class _Run:
         self.identity["data"] = describe_data(self.batches, first, accelerator)
         if checkpoint is not None:
             self._check_same_run(checkpoint)
-            self.config = config.with_choices(checkpoint.state["choices"])
+            self.config = _with_choices(config, checkpoint)
         else:
             self.config, line = fit_to_run(config, accelerator, self.module, self.batches, images, targets)
             if line and accelerator.is_main_process:
@@ -225,7 +234,7 @@ class _Run:
         self.statistics.keep()
         for position in range(window):
             images, targets = next(batches)
-            check_targets(targets, self.classes, f"batch {self.batch} of epoch {self.epoch}")
+            check_targets(targets, self.classes, f"batch {self.batch} of epoch {self.epoch}", self.unlabelled)
             seed_all(self.config.seed, "step", self.epoch, self.batch, accelerator.process_index)
             if self.mix is not None:
                 images, targets = mixed(self.mix, images, targets)
@@ -398,3 +407,11 @@ class _Run:
                 setattr(self, name, checkpoint.state[name])
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
             raise CheckpointError(f"{checkpoint.path} can't be resumed: {error}") from error
+
+
+def _with_choices(config: FinetuneConfig, checkpoint: Checkpoint) -> FinetuneConfig:
+    """What followed from the run when it began."""
+    try:
+        return config.with_choices(checkpoint.state["choices"])
+    except (KeyError, TypeError, TrainingError) as error:
+        raise CheckpointError(f"{checkpoint.path} can't be resumed: its choices make no sense: {error}") from None
