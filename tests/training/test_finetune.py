@@ -328,7 +328,7 @@ def test_run_errors():
     student = network(3)
     cases = [
         (TrainingError, "labels must be", dict(train_loader=[(torch.zeros(2, 3, 8, 8), torch.tensor([0, 9]))])),
-        (TrainingError, "a batch must be", dict(train_loader=[torch.zeros(2, 3, 8, 8)])),
+        (DataError, "a batch is a Tensor, expected .images, labels.", dict(train_loader=[torch.zeros(2, 3, 8, 8)])),
         (TrainingError, "is empty", dict(train_loader=[])),
         (TrainingError, "no length", dict(train_loader=iter(batches()))),
         (TrainingError, "need a teacher", dict(config=replace(config, distillation=FULL))),

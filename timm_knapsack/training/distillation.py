@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import TrainingError
+from ..maps.batches import images_of
 from ..maps.taps import Tap, find_taps, listen
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
@@ -245,14 +246,13 @@ class DistillationModule(nn.Module):
         Both networks run in ``eval`` mode: bring the student's BatchNorm statistics up to date first (``recover``).
 
         Args:
-            batches: images, or tuples that begin with images.
+            batches: images, ``(images, labels)`` or dicts with pixel_values.
             reduce: sums a tensor over all processes, so that each gets the same solution.
         """
         grams: dict[str, list[torch.Tensor]] = {}
         seen = 0
         for batch in batches:
-            images = batch[0] if isinstance(batch, (tuple, list)) else batch
-            images = images.to(next(self.student.parameters()).device)
+            images = images_of(batch).to(next(self.student.parameters()).device)
             with eval_mode(self.student, self.teacher):
                 _, teacher_maps = self._run(self.teacher, images)
                 _, maps = self._run(self.student, images)

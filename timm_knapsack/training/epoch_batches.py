@@ -6,7 +6,7 @@ loader owns. A run that starts in the middle therefore draws the same numbers as
 position is reached depends on the loader:
 
 - timm_knapsack's own loaders (``image_data``) skip without reading: their images depend on (seed, epoch, index) only;
-- a list of ``(images, labels)`` is indexed;
+- a list of batches is indexed;
 - any loader or dataset with ``set_epoch`` promises the same, and is skipped through Accelerate;
 - any other ``DataLoader`` or iterable is replayed: the skipped batches are loaded again and thrown away, so that
   augmentation with global random numbers comes out the same. The exception is ``persistent_workers=True``: such workers
@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import TrainingError
 from ..images.sampling import EpochLoader, resume_at
+from ..maps.batches import labelled
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class EpochBatches:
     """A loader, prepared for this process, that gives the batches of a chosen epoch from a chosen position.
 
     Args:
-        loader: a ``DataLoader``, a list of ``(images, labels)``, or any iterable of them.
+        loader: a ``DataLoader``, a list of batches, or any iterable of them: ``(images, labels)`` or dicts.
         accelerator: places batches on the device and divides them among processes.
         seed: of the whole run.
         length: batches of an epoch, where the loader has no length or fewer are wanted.
@@ -129,7 +130,7 @@ class EpochBatches:
                 generator.manual_seed(derive_seed(self.seed, "generator", epoch))
 
     def _own_share(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        images, targets = split_batch(batch)
+        images, targets = labelled(batch)
         processes, process = self.accelerator.num_processes, self.accelerator.process_index
         if not self.is_torch and processes > 1:
             rows, rest = divmod(len(images), processes)
@@ -141,13 +142,6 @@ class EpochBatches:
             images, targets = (part[process * rows : (process + 1) * rows] for part in (images, targets))
         device = self.accelerator.device
         return images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-
-
-def split_batch(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(images, labels)`` of a batch, or an error that says what was expected."""
-    if isinstance(batch, (tuple, list)) and len(batch) >= 2 and all(isinstance(b, torch.Tensor) for b in batch[:2]):
-        return batch[0], batch[1]
-    raise TrainingError(f"a batch must be (images, labels), two tensors; got {type(batch).__name__}")
 
 
 def _layers(loader: Any) -> Iterator[Any]:

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from ..errors import DataError, TrainingError
+from ..maps.batches import labelled
 from ..slim.modes import eval_mode
-from .epoch_batches import split_batch
 
 
 def evaluate(model: nn.Module, loader: Any, accelerator: Any = None) -> dict[str, float]:
@@ -38,7 +38,7 @@ def evaluate(model: nn.Module, loader: Any, accelerator: Any = None) -> dict[str
         for index, batch in enumerate(loader):
             if not sharded and index % accelerator.num_processes != accelerator.process_index:
                 continue
-            images, targets = (part.to(device) for part in split_batch(batch))
+            images, targets = (part.to(device) for part in labelled(batch))
             with accelerator.autocast():
                 logits = model(images)
             logits = logits.float()
