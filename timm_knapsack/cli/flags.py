@@ -28,6 +28,11 @@ PHRASES = (
     ("threads", r"\bthreads=", "{flag} "),
     ("batch_size", r"\bbatch_size=", "{flag} "),
     ("settings", r"^changes ", "{flag} "),
+    # --from is an option of run alone: what it is told stands in the recipe, and --set changes that
+    ("from_stage", r"\b(image_column|label_column|root|limit)=…", r"--set data.\1=…"),
+    ("from_stage", r"\bsplit=…", "--set data.train_split=… or data.eval_split=…"),
+    ("from_stage", r"\bweights='([^']+)'", r"--set model.weights=\1"),
+    ("from_stage", r"\bpretrained=False", "--set model.pretrained=false"),
 )
 
 

@@ -7,7 +7,7 @@ import typer
 
 from ..errors import KnapsackError
 from . import console
-from .options import DataOptions, DeviceOption, JsonOption, LabelsOption, NetworkOptions, verb
+from .options import DataOptions, DeviceOption, JsonOption, LabelsOption, NetworkOptions, OverwriteOption, verb
 from .score import scoring_job
 
 
@@ -17,7 +17,7 @@ def prune(
     budget: Annotated[
         str,
         typer.Option(
-            help="COST=AMOUNT, as macs=0.5, macs=2.05e9 or latency=12ms; joined by commas; an unknown cost lists all."
+            help="COST=AMOUNT, as macs=50%, macs=2.05e9 or latency=12ms; joined by commas; an unknown cost lists all."
         ),
     ],
     data: DataOptions,
@@ -45,6 +45,7 @@ def prune(
     ] = None,
     labels: LabelsOption = "auto",
     device: DeviceOption = "auto",
+    overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Prune a model to a budget and save it as a folder that timm.create_model reads.
@@ -67,12 +68,13 @@ def prune(
     recover = method != "paper" if recover is None else recover
     where = console.choose_device(device)
     min_keep = int(min_keep) if min_keep >= 1 else min_keep
+    folder = console.check_new(out or f"{_short(network.model)}-pruned", overwrite)
     job = scoring_job(
         network, data, criterion or METHODS[method], labels, where, needs_data=scores is None, budget=wanted,
         prune=PrunePart(round_to, min_keep, tuple(ignore or ())),
         recover=RecoverPart(recover_images, data.batch_size),
     )  # fmt: skip
-    job.folder = console.check_writable(out or f"{_short(network.model)}-pruned")
+    job.folder = folder
     job.options = {"scores": scores}
     names = ["read scores" if name == "score" and scores is not None else name for name in PRUNE]
     without = ["data", "recover"] if data.source is None else [] if recover else ["recover"]

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import pickle
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,10 +12,11 @@ from urllib.parse import urlparse
 
 import timm
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from ..errors import CheckpointError, KnapsackError
+from ..errors import CheckpointError, KnapsackError, first_line
 
 _NOT_BASE_ARGS = ("num_classes", "in_chans")  # the model itself says these
 
@@ -81,6 +83,10 @@ class ModelSource:
             raise KnapsackError(f"the weights of {self.name} can't be had: {_why(error)}") from error
         except KnapsackError:
             raise
+        except (SafetensorError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"the weights of {self.name} are damaged ({first_line(error)}): write or download them again"
+            ) from error
         except RuntimeError as error:
             raise KnapsackError(f"{self.name} can't be loaded: {' '.join(str(error).split())[:300]}") from error
         if self.weights is not None:

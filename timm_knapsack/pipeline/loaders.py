@@ -20,21 +20,26 @@ def open_loader(job: Any, purpose: str, **changes) -> Any:
     source, reading["split"] = data.source, data.train_split
     if purpose == "calibration" and CRITERIA.find(settings.score.criterion).curves is not None:
         part = settings.score
-        reading |= {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size, "labels": "ignore"}
+        reading |= {**CALIBRATION, "limit": _least(part.images, data), "batch_size": part.batch_size}
+        reading["labels"] = "ignore"
     elif purpose == "calibration":
         return _labelled(job, source, {**reading, **changes})
     elif purpose == "recovery":
         part = settings.recover
-        reading |= {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size}
+        reading |= {**CALIBRATION, "limit": _least(part.images, data), "batch_size": part.batch_size}
         return _perhaps_labelled(job, source, {**reading, **changes})
     elif purpose == "training":
         part = settings.finetune
         reading |= {"training": True, "labels": "required", "augmentation": part.get("augmentation")}
-        reading["batch_size"] = int(part.get("batch_size", EVAL_BATCH))
+        reading |= {"batch_size": int(part.get("batch_size", EVAL_BATCH)), "limit": data.limit}
     else:
         source = data.eval_source or data.source
         reading |= {"split": data.eval_split, "batch_size": EVAL_BATCH, "labels": "required"}
     return create_loader(source, job["base"], **{**reading, **changes})
+
+
+def _least(images: int | None, data: Any) -> int | None:
+    return min((n for n in (images, data.limit) if n is not None), default=None)
 
 
 def _labelled(job: Any, source: Any, reading: dict[str, Any]) -> Any:
@@ -43,7 +48,8 @@ def _labelled(job: Any, source: Any, reading: dict[str, Any]) -> Any:
     if part.labels not in LABELS:
         raise RecipeError(f"score.labels is {part.labels!r}, expected {', '.join(LABELS)}")
     say_so = job.words.get("labels", "score.labels: model")
-    options = {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size, "labels": LABELS[part.labels]}
+    options = {**CALIBRATION, "limit": _least(part.images, job.settings.data), "batch_size": part.batch_size}
+    options["labels"] = LABELS[part.labels]
     try:
         loader = create_loader(source, base, **{**options, **reading})
     except DataError as error:

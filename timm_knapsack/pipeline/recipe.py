@@ -45,7 +45,11 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class DataPart:
-    """Where the images are; splits and columns are found by themselves where they have usual names."""
+    """Where the images are; splits and columns are found by themselves where they have usual names.
+
+    Attributes:
+        limit: score, recover and train with this many images at most, a random choice; evaluation sees all of its own.
+    """
 
     source: str
     eval_source: str | None = None
@@ -57,6 +61,7 @@ class DataPart:
     root: str | None = None
     input_size: int | None = None
     num_workers: int = 0
+    limit: int | None = None
 
 
 @dataclass(frozen=True)

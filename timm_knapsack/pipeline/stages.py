@@ -127,11 +127,13 @@ def _prune(job: Job) -> str:
 
 def _recover(job: Job) -> str:
     student, loader, images = job["student"], job["recovery"], job.settings.recover.images
-    fits = recover_layers(student.model, job["base"], loader, kept=student.kept, images=images)
+    fits = recover_layers(
+        student.model, job["base"], loader, kept=student.kept, images=images, accelerator=job.accelerator
+    )
     count = min(count_images(loader) or images, images)
     loss = measure_loss(student.model, job["base"], loader, recovered=True)
     pruning = student.record.pruning
-    if warning := collapse_warning(job.source.name, loss, pruning.get("group_losses") or {}):
+    if job.is_main and (warning := collapse_warning(job.source.name, loss, pruning.get("group_losses") or {})):
         job.say(f"warning: {warning}")
     student = student.then("recovered", note=f"recovered in closed form with {count} images")
     job.made["student"] = student.measured(loss)
@@ -265,13 +267,13 @@ STAGES = {
         ),
         Stage("read scores", _read_scores, needs=("groups",), makes=("scores",), everywhere=True),
         Stage("prune", _prune, needs=("base", "groups", "scores"), uses=("table",), makes=("student",)),
-        Stage("recover", _recover, needs=("base", "student", "recovery"), makes=("student",)),
+        Stage("recover", _recover, needs=("base", "student", "recovery"), makes=("student",), everywhere=True),
         Stage(
             "finetune", _finetune, needs=("base", "student", "training"), uses=("evaluation",),
             makes=("student", "tuned"), everywhere=True, bar=True, resumes=True,
         ),
         Stage(
-            "evaluate", _evaluate, needs=("base", "evaluation"), uses=("student",), makes=("evaluations",),
+            "evaluate", _evaluate, needs=("evaluation",), uses=("base", "student"), makes=("evaluations",),
             everywhere=True,
         ),
         Stage("timing", _timing, needs=("base", "student")),
@@ -284,7 +286,8 @@ STAGES = {
 
 SCORE = ("model", "data", "groups", "score")
 PRUNE = ("model", "data", "groups", "score", "prune", "recover", "save")
-FINETUNE = ("finetune", "save")  # of a student, its teacher and loaders that are given
+RECOVER = ("data", "recover")  # of a student and its teacher that are given; then the first process saves
+FINETUNE = ("finetune", "evaluate")  # likewise, and of loaders that are given
 RUN = (*("model", "data", "groups", "latency", "score", "prune", "recover", "finetune", "evaluate", "save", "report"),)
 REHEARSAL = ("data", "score", "prune", "finetune")  # of a network and groups that are given
 QUICKSTART = (
