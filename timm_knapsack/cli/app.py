@@ -23,8 +23,8 @@ from .score import score
 
 HELP = """Prune any timm image model to a budget, exactly, and get an ordinary timm model back.
 
-Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be, 130 stopped. --debug shows the trace of an error.
---plugin MODULE (or FILE.py) imports your own criteria, costs and op rules first."""
+Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be, 130 stopped. --debug shows
+an error's trace. --plugin MODULE (or FILE.py) imports your own criteria, costs and op rules first."""
 
 STOPPED = 130  # the exit code of Ctrl-C in every shell, and what typer makes of it
 
@@ -60,10 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
             code = app(arguments, standalone_mode=False)
     except (typer.Exit, SystemExit) as end:
         code = getattr(end, "exit_code", getattr(end, "code", 0))
-        if code == STOPPED:
-            _say(f"stopped{_way_back(arguments)}")
     except (typer.Abort, KeyboardInterrupt):  # as older versions of typer say it
-        _say(f"stopped{_way_back(arguments)}")
         code = STOPPED
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         code = 0
@@ -79,6 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
             message = with_flags(message, _flags(arguments))
         if message:
             _say(f"error: {message}")
+    if code == STOPPED:
+        _say(f"stopped{_way_back(arguments)}")
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

@@ -1,7 +1,8 @@
 """The library's errors name its own arguments (``pretrained=False``); here they become what was to be typed.
 
 A phrase is translated only where the verb has that option, and to the flag that this verb has for it: ``split=…`` is
-``--split`` of ``prune`` and ``--train-split`` of ``finetune``; a recipe's run, which has neither, keeps the words.
+``--split`` of ``prune`` and ``--train-split`` of ``finetune``;
+``run`` has neither, and is told what to --set in the recipe.
 """
 
 import re
