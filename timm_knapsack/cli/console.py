@@ -34,9 +34,9 @@ def print_costs(report: dict[str, Any], title: str) -> None:
     """Original, asked, counted, measured."""
     from rich.table import Table
 
-    from ..human_numbers import cost_text
+    from ..human_numbers import COST_COLUMNS, cost_text
 
-    table = Table("cost", "original", "asked", "counted", "left", "measured", title=title)
+    table = Table(*COST_COLUMNS, title=title)
     for line in report["costs"]:
         table.add_row(*cost_text(line))
     stdout().print(table)

@@ -30,9 +30,7 @@ def groups(network: ArchitectureOptions, as_json: JsonOption = False) -> None:
         return
     table = Table("group", "units", "layers that make it", title=f"{network.model}: {human(found.macs())}MACs")
     for group in found:
-        made_by = [s.param.rsplit(".", 1)[0] for s in group.slices if s.role == "out"]
-        more = f" and {len(made_by) - 3} more" if len(made_by) > 3 else ""
-        table.add_row(group.name, str(group.size), ", ".join(made_by[:3]) + more)
+        table.add_row(group.name, str(group.size), group.makers)
     console.stdout().print(table)
     for name, reason in found.frozen.items():
         console.stdout().print(f"frozen: {name}: {reason}", markup=False)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import KnapsackError
 from ..files.atomic import write_text
-from ..human_numbers import cost_text, human
+from ..human_numbers import COST_COLUMNS, cost_text, human
 from ..models.rebuild import base_on_meta
 from ..slim.channel_config import ChannelConfig
 from ..slim.cutting import resize_model
@@ -159,7 +159,7 @@ def _cost_table(record: RunRecord) -> str:
         share = f"{human(time['pruned'], 's')} ({time['pruned'] / time['original']:.1%})"
         where = f"time, batch {time['batch_size']}, {time.get('device', '')}, {time.get('threads', '?')} threads"
         rows.append([where, human(time["original"], "s"), "–", "–", "–", share])
-    return _table(("cost", "original", "asked", "counted", "left", "measured"), rows)
+    return _table(COST_COLUMNS, rows)
 
 
 def _cost_note(pruning: Mapping[str, Any]) -> str:
