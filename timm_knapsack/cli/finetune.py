@@ -39,6 +39,7 @@ def finetune(
     if console.choose_device(device) == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     from ..models.model_source import ModelSource
+    from ..pipeline.loaders import public_name
     from ..pipeline.recipe import ModelPart, Settings
     from ..pipeline.stage import Job, Student, run_stages
     from ..pipeline.stages import FINETUNE, stages
@@ -52,7 +53,7 @@ def finetune(
     values = _values(settings, {"epochs": epochs, "lr": lr, "overwrite": overwrite}, kd_weight, ikd_weight)
     job = Job(
         Settings(model=ModelPart(student), finetune=values), folder=folder / "model",
-        checkpoints=folder / "checkpoints", resume=resume, eval_name=data.eval_source or data.source,
+        checkpoints=folder / "checkpoints", resume=resume, eval_name=public_name(data.eval_source or data.source),
         notes=[f"fine-tuned for {epochs} epochs, lr {lr}, kd {kd_weight}, ikd {ikd_weight}"],
         words={"resume": "go on with the same command and --resume"},
     )  # fmt: skip

@@ -10,7 +10,7 @@ from .options import JsonOption
 
 def quickstart(
     out: Annotated[str, typer.Option(help="Folder to write.", metavar="FOLDER")] = "quickstart",
-    epochs: Annotated[int, typer.Option(help="Epochs to train the base network for.")] = 8,
+    epochs: Annotated[int, typer.Option(help="Epochs to train the base network for.")] = 10,
     as_json: JsonOption = False,
 ) -> None:
     """The whole way on real handwritten digits, offline, in a few minutes on two CPU cores.
@@ -26,8 +26,9 @@ def quickstart(
         return
     from rich.table import Table
 
-    table = Table("", "original", "pruned", "change", title="handwritten digits: before and after")
-    for row in result["table"]:
+    head, *rows = result["table"]
+    table = Table(*head, title="handwritten digits, step by step")
+    for row in rows:
         table.add_row(*row)
     console.stdout().print(table)
     console.stdout().print(f"{result['report']} shows how. To use the result:\n\n{result['code']}", markup=False)

@@ -1,15 +1,38 @@
 """The images of a job: one loader for each purpose, as the settings say."""
 
+from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, RecipeError
 from ..images.loaders import create_loader
 from ..images.model_labels import CALIBRATION, ModelLabels
+from ..images.tables import HUB_ID
 from ..values.valuation import CRITERIA
 
 PURPOSES = ("calibration", "recovery", "training", "evaluation")
 LABELS = {"auto": "auto", "data": "required", "model": "ignore"}  # of score.labels: labels of create_loader
 EVAL_BATCH = 64
+# Names of folders that say nothing about what is in them
+USUAL = ("images", "imgs", "data", "dataset", "train", "training", "val", "valid", "validation", "test")
+
+
+def public_name(source: Any) -> str:
+    """What records and cards call a source: an id of the Hub as it is, a local folder by its name alone.
+
+    Example:
+        >>> public_name("uoft-cs/cifar10"), public_name("/home/me/flowers/images")
+        ('uoft-cs/cifar10', 'flowers')
+    """
+    path = Path(str(source)).expanduser()
+    if not path.is_absolute() and not path.exists():
+        return str(source)
+    parts = [part for part in path.resolve().parts if part.lower() not in USUAL]
+    return parts[-1] if parts else path.name
+
+
+def on_the_hub(source: Any) -> bool:
+    """Is it the id of a dataset on the Hub, with its owner?"""
+    return not Path(str(source)).expanduser().exists() and HUB_ID.fullmatch(str(source)) and "/" in str(source)
 
 
 def open_loader(job: Any, purpose: str, **changes) -> Any:

@@ -25,7 +25,7 @@ from ..models.model_source import ModelSource
 from ..pruning.result import LossLine
 from ..reports.run_record import RunRecord
 from ..training.config import FinetuneConfig
-from .loaders import open_loader
+from .loaders import open_loader, public_name
 from .progress import say, signs_of_life
 from .recipe import Settings, finetune_config
 
@@ -140,8 +140,8 @@ class Job:
         if self.source is None:
             self.source = self.settings.model.source()
         if data is not None:
-            self.data_name = self.data_name or str(data.source)
-            self.eval_name = self.eval_name or str(data.eval_source or data.source)
+            self.data_name = self.data_name or public_name(data.source)
+            self.eval_name = self.eval_name or public_name(data.eval_source or data.source)
             self.eval_split = self.eval_split or data.eval_split
 
     def __getitem__(self, name: str) -> Any:

@@ -20,6 +20,7 @@ from ..costs.latency.network_timing import compare_latency
 from ..costs.latency.table import LatencyTable
 from ..errors import KnapsackError, TrainingError
 from ..human_numbers import human
+from ..models.model_source import ModelSource
 from ..pruning.budget import Budget
 from ..pruning.choose import sweep
 from ..recovery.closed_form import recover_layers
@@ -29,7 +30,7 @@ from ..slim.tensor_files import write_tensors
 from ..training.evaluation import evaluate
 from ..training.finetuning import finetune
 from ..values.valuation import CRITERIA, load_values, value_channels
-from .loaders import PURPOSES, count_images
+from .loaders import PURPOSES, count_images, on_the_hub
 from .measured_loss import collapse_warning, measure_loss
 from .recipe import finetune_config
 from .saving import save_run
@@ -217,9 +218,15 @@ def _save(job: Job) -> str:
     for row in job.get("evaluations") or ():
         record.add_evaluation(row["what"], {key: value for key, value in row.items() if key != "what"}, job.eval_name)
     record.command = job.command or record.command
+    data = job.settings.data
+    used = [] if data is None else [data.source, data.eval_source]
+    said = {"datasets": [source for source in dict.fromkeys(used) if source and on_the_hub(source)]}
+    base = ModelSource(**record.base) if record.base else None
+    if base is not None and base.pretrained and base.weights is None and not base.is_folder:
+        said["base_model"] = True  # timm's own weights: timm says where they come from
     job.made["saved"], _ = save_run(
         student.savable, job.folder, record=record, evaluation=_card_rows(job, student),
-        notes=[*student.notes, *job.notes], **job.saving,
+        notes=[*student.notes, *job.notes], **{**said, **job.saving},
     )  # fmt: skip
     return str(job["saved"])
 
