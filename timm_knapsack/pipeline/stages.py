@@ -67,6 +67,8 @@ def _train(job: Job) -> str:
     path = options.pop("weights")
     config = finetune_config({"distillation": {"kd_weight": 0, "ikd_weight": 0}, **options})
     tuned = finetune(job["base"], None, job["training"], None, config, accelerator=job.accelerator)
+    if tuned.interrupted:  # what comes next would prune a network that has learnt little
+        raise TrainingError(f"stopped by a signal after update {tuned.updates}")
     write_tensors(path, job["base"].state_dict())
     job.source = replace(job.source, pretrained=False, weights=str(path))  # what was pruned, for whoever goes on
     return f"{config.epochs} epochs, {tuned.updates} updates"
@@ -113,6 +115,7 @@ def _prune(job: Job) -> str:
     options = {"groups": job["groups"], "base_args": job.source.base_args, **asdict(job.settings.prune)}
     result = sweep(job["base"], job["scores"], [budget], **options)[0]
     student = Student(result.model, RunRecord.of_pruning(result, job.source.to_dict()), result=result)
+    student.record.add_curves(job["scores"], job["groups"], result.keep)
     if (loader := job.get("calibration")) is not None:  # recovery, where it follows, measures again
         student = student.measured(measure_loss(student.model, job["base"], loader, recovered=False))
     job.made["student"] = student
