@@ -125,10 +125,11 @@ def sweep_chart(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
             }
         )  # fmt: skip
     ends = [next((row for row in rows if row["kind"] == kind), None) for kind in ("original", "fine-tuned")]
-    arrow = None
+    arrow, title = None, "Top-1 of each network against its MACs"
     if all(ends):
         arrow = [(row["macs"] / 1e6, row["top1"]) for row in ends]
+        title += "; the arrow leads from the original to the one that was chosen"
     return {
-        "series": series, "title": "Accuracy against MACs", "x_label": "million MACs", "y_label": "top-1, %",
+        "series": series, "title": title, "x_label": "million MACs", "y_label": "top-1, %",
         "percent": True, "arrow": arrow,
     }  # fmt: skip

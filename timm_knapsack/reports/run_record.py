@@ -61,13 +61,14 @@ class RunRecord:
             return
         for group in groups:
             rungs = values.ladder(group)
-            last = len(rungs.counts) - 1
-            at = sorted({round(i * last / (most - 1)) for i in range(most)})
+            last, chosen = len(rungs.counts) - 1, len(keep[group.name])
+            at = {round(i * last / (most - 1)) for i in range(most)}
+            at = sorted(at | {i for i, count in enumerate(rungs.counts) if count == chosen})
             self.curves[group.name] = {
                 "size": group.size,
                 "counts": [int(rungs.counts[i]) for i in at],
                 "loss": [max(0.0, -float(rungs.value[i])) for i in at],
-                "chosen": len(keep[group.name]),
+                "chosen": chosen,
             }
 
     def add_finetuning(self, config: Any, result: Any) -> None:
