@@ -35,7 +35,7 @@ def test_every_cell_runs_and_the_last_shows_the_report(tmp_path):
 
 
 def test_a_broken_cell_would_be_noticed(tmp_path):
-    with pytest.raises(CellExecutionError, match="tk.prun"):
+    with pytest.raises(CellExecutionError, match="prun"):
         run(tmp_path, lambda source: "import timm_knapsack as tk\ntk.prun")
 
 

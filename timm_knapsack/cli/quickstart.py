@@ -10,7 +10,7 @@ from .options import JsonOption
 
 def quickstart(
     out: Annotated[str, typer.Option(help="Folder to write.", metavar="FOLDER")] = "quickstart",
-    epochs: Annotated[int, typer.Option(help="Epochs to train the base network for.")] = 10,
+    epochs: Annotated[int, typer.Option(help="Epochs to train the base network for.")] = 8,
     as_json: JsonOption = False,
 ) -> None:
     """The whole way on real handwritten digits, offline, in a few minutes on two CPU cores.

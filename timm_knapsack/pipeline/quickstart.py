@@ -48,7 +48,7 @@ def quickstart(
     *,
     model_name: str = MODEL,
     model_args: Mapping[str, Any] | None = None,
-    base_epochs: int = 10,
+    base_epochs: int = 8,
     tune_epochs: int = 4,
     sweep: bool = True,
     say: Callable[[str], Any] = say_on_stderr,
