@@ -258,11 +258,11 @@ def test_readable_in_chromium(files, folder, tmp_path, width, scheme):
 def test_the_certificate_is_in_words():
     pruning = {"value": 1.5, "total_value": 3.0, "upper_bound": None}
     assert _cost_note(pruning) == "<p>This choice keeps 50.00% of the importance of all channels.</p>"
-    assert "the solver has proved at most 66.67%" in _cost_note({**pruning, "upper_bound": 2.0})
+    assert "can do better than 66.67%: the solver has proved it" in _cost_note({**pruning, "upper_bound": 2.0})
     assert "No other choice at this cost would keep more" in _cost_note({**pruning, "upper_bound": 1.5})
     curves = {"value": -0.2, "total_value": 0.0, "predicted_loss": 0.2, "upper_bound": -0.2}
     assert "loses 0.2. No other choice at this cost would lose less" in _cost_note(curves)
-    assert "has proved at least 0.1." in _cost_note({**curves, "upper_bound": -0.1})
+    assert "can do better than 0.1: the solver has proved it" in _cost_note({**curves, "upper_bound": -0.1})
 
 
 def test_the_original_is_there_where_images_had_labels(result):

@@ -175,9 +175,13 @@ def _cost_table(record: RunRecord) -> str:
     time = record.latency
     if time and not any(line["unit"] == "s" for line in record.pruning["costs"]):
         share = f"{human(time['pruned'], 's')} ({time['pruned'] / time['original']:.1%})"
-        where = f"time, batch {time['batch_size']}, {time.get('device', '')}, {time.get('threads', '?')} threads"
+        where = f"time, batch {time['batch_size']}, {time.get('device', '')}, {_threads(time.get('threads'))}"
         rows.append([where, human(time["original"], "s"), "–", "–", "–", share])
     return _table(COST_COLUMNS, rows)
+
+
+def _threads(count: int | None) -> str:
+    return "? threads" if count is None else f"{count} thread{'s' if count > 1 else ''}"
 
 
 def _cost_note(pruning: Mapping[str, Any]) -> str:
@@ -185,11 +189,11 @@ def _cost_note(pruning: Mapping[str, Any]) -> str:
     value, bound, whole = pruning["value"], pruning.get("upper_bound"), pruning.get("total_value")
     if pruning.get("predicted_loss") is not None:
         note = f"Predicted from the curves below, group by group, this choice loses {pruning['predicted_loss']:.3g}"
-        possible = None if bound is None else f"at least {max(0.0, -bound):.3g}"
+        possible = None if bound is None else f"{max(0.0, -bound):.3g}"
         less = "lose less"
     elif whole:
         note = f"This choice keeps {value / whole:.2%} of the importance of all channels"
-        possible = None if bound is None else f"at most {bound / whole:.2%}"
+        possible = None if bound is None else f"{bound / whole:.2%}"
         less = "keep more"
     else:
         return ""
@@ -197,7 +201,7 @@ def _cost_note(pruning: Mapping[str, Any]) -> str:
         return f"<p>{note}.</p>"
     if bound - value <= 1e-6 * max(abs(value), 1e-12):
         return f"<p>{note}. No other choice at this cost would {less}: the solver has proved it.</p>"
-    return f"<p>{note}. No choice at this cost could do much better: the solver has proved {possible}.</p>"
+    return f"<p>{note}. No choice at this cost can do better than {possible}: the solver has proved it.</p>"
 
 
 def _accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -97,7 +97,7 @@ def chart(
                 markersize=one.get("size", 5), clip_on=not percent, zorder=3,
             )  # fmt: skip
         if arrow is not None:
-            style = {"arrowstyle": "->", "color": FAINT, "connectionstyle": "arc3,rad=0.15", "shrinkA": 6, "shrinkB": 9}
+            style = {"arrowstyle": "->", "color": FAINT, "connectionstyle": "arc3,rad=0.06", "shrinkA": 6, "shrinkB": 9}
             axes.annotate("", arrow[1], xytext=arrow[0], arrowprops=style)
         if log_y and all(value > 0 for one in series for value in one["y"]):
             axes.set_yscale("log")
