@@ -1,8 +1,7 @@
 """The library's errors name its own arguments (``pretrained=False``); here they become what was to be typed.
 
 A phrase is translated only where the verb has that option, and to the flag that this verb has for it: ``split=…`` is
-``--split`` of ``prune`` and ``--train-split`` of ``finetune``;
-``run`` has neither, and is told what to --set in the recipe.
+``--split`` of ``prune`` and ``--train-split`` of ``finetune``; ``run`` has neither, and is told what to --set.
 """
 
 import re

@@ -129,7 +129,7 @@ class TeacherOptions:
         if not base.pretrained and base.weights is None and not base.is_folder:
             raise KnapsackError(
                 f"{base.name} had random weights when it was pruned, and they are gone; name a teacher with --teacher "
-                "or --teacher-weights"
+                "or --teacher-weights (finetune can do without: --kd-weight 0 --ikd-weight 0)"
             )
         return base.load()
 
