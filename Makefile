@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-fast test-browser lint sweep fuzz-networks fuzz mutants clean
+.PHONY: quickstart test test-fast test-browser lint sweep fuzz-networks fuzz mutants docs images release compat clean
 
 quickstart: $(READY)
 	$(BIN)/timm-knapsack quickstart
@@ -40,6 +40,25 @@ fuzz: $(READY)
 mutants: $(READY)
 	$(BIN)/python benchmarks/mutants.py $(if $(SAMPLE),--sample $(SAMPLE))
 
+# The pages in site/, from docs/ and the docstrings; a link that leads nowhere is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The pictures of README and docs: a quickstart's chart, and pages in headless Chromium.
+images: quickstart docs
+	$(BIN)/python docs/images/make_images.py quickstart/model site
+
+# sdist and wheel in dist/, checked; tests/test_release.py installs the wheel and uses it.
+release: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_release.py
+
+# The oldest versions that pyproject.toml admits, beside the pinned torch, in an environment of their own.
+compat:
+	$(PYTHON) tests/compat.py .venv-compat
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
@@ -47,4 +66,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-compat site dist .pytest_cache .ruff_cache .hypothesis

@@ -1,8 +1,9 @@
-"""The README's Python runs, in order, in an empty folder; links lead somewhere; the API page is current."""
+"""What README and docs say to type runs, in order, after a quickstart; links lead somewhere; the API is whole."""
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import pytest
 import timm
 from safetensors.torch import save_file
 
+import timm_knapsack
 from timm_knapsack.pipeline.quickstart import write_images
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,41 +29,47 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=600)
 
 
-def test_the_python_blocks_of_the_readme_run_in_order(tmp_path):
-    code = "\n".join(["import torch; torch.set_num_threads(1)", *blocks(ROOT / "README.md", "python")])
-    done = run(code, tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "recovered: top-1" in done.stdout
-    assert (tmp_path / "resnet-half" / "model.safetensors").exists()
-
-
-def test_the_shell_blocks_of_the_readme_run_in_order(tmp_path):
-    """In a folder as `make quickstart` leaves it, with fewer images. CI itself begins with the set-up (make, pip)."""
+@pytest.fixture
+def after_quickstart(tmp_path):
+    """A folder as `make quickstart` leaves it, with fewer images and a network that knows little."""
     for folder in write_images(tmp_path / "quickstart" / "images").glob("*/*"):
         for image in sorted(folder.iterdir())[16:]:
             image.unlink()
-    save_file(timm.create_model("cifar_resnet20").state_dict(), tmp_path / "quickstart" / "base.safetensors")
+    save_file(timm.create_model("cifar_resnet8x2").state_dict(), tmp_path / "quickstart" / "base.safetensors")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    return tmp_path
+
+
+def test_the_python_blocks_of_the_readme_run_in_order(after_quickstart):
+    code = "\n".join(["import torch; torch.set_num_threads(1)", *blocks(ROOT / "README.md", "python")])
+    done = run(code, after_quickstart)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "recovered: top-1" in done.stdout
+    assert (after_quickstart / "digits-quarter" / "model.safetensors").exists()
+
+
+def test_the_shell_blocks_of_the_readme_run_in_order(after_quickstart):
+    """CI itself begins with the set-up (make, pip)."""
     lines = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines() if line]
     commands = [line.partition(" #")[0] for line in lines if not line.startswith(("make ", "pip "))]
-    assert len(commands) == len(lines) - 3 > 6
+    assert len(commands) == len(lines) - 2 > 6
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for command in commands:
-        done = subprocess.run(shlex.split(command), cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+        words = shlex.split(command)
+        done = subprocess.run(words, cwd=after_quickstart, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
-    assert (tmp_path / "digits-tuned" / "model" / "report.html").exists()
-    assert (tmp_path / "digits-again" / "model" / "model.safetensors").exists()
+    assert (after_quickstart / "digits-tuned" / "model" / "report.html").exists()
+    assert (after_quickstart / "digits-again" / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("page", ["op_rules", "registries", "latency", "tutorial"])
-def test_the_python_blocks_of_other_pages_run(page, tmp_path):
+@pytest.mark.parametrize("page", ["index", "how_to", "op_rules", "registries", "latency", "tutorial"])
+def test_the_python_blocks_of_other_pages_run(page, after_quickstart):
     code = blocks(ROOT / "docs" / f"{page}.md", "python")
     assert code
-    done = run("\n".join(code), tmp_path)
+    done = run("\n".join(code), after_quickstart)
     if done.returncode and "can't be pruned to" in done.stderr:  # times of a machine that others use, too: once more
-        (again := tmp_path / "again").mkdir()
-        done = run("\n".join(code), again)
+        done = run("\n".join(code), after_quickstart)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -75,6 +83,27 @@ def test_links_lead_to_files():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_api_page_is_current():
-    done = subprocess.run([sys.executable, ROOT / "docs" / "make_api.py", "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_every_public_name_is_in_the_api():
+    documented = re.findall(r"^::: timm_knapsack\.([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    public = {f"{home}.{name}" for name, home in timm_knapsack._HOME.items()}
+    errors = {f"errors.{name}" for name in timm_knapsack.__all__ if name.endswith("Error")}
+    assert sorted(documented) == sorted(public | errors)
+
+
+def test_the_pages_build_without_a_dead_link(tmp_path):
+    """And a link that leads nowhere would be noticed."""
+    assert build(ROOT / "docs", tmp_path / "site").returncode == 0
+    page = (tmp_path / "site" / "api.html").read_text()
+    assert "image_loader" in page and "Prune a model to a budget" in page, "from the docstrings"
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    (tmp_path / "docs" / "index.md").write_text("# Start\n\n[nowhere](nowhere.md)\n")
+    done = build(tmp_path / "docs", tmp_path / "broken")
+    assert done.returncode != 0 and "nowhere.md" in done.stderr + done.stdout
+
+
+def build(docs: Path, site: Path) -> subprocess.CompletedProcess:
+    config = (ROOT / "mkdocs.yml").read_text().replace("docs_dir: docs", f"docs_dir: {docs}")
+    file = site.with_suffix(".yml")
+    file.write_text(config.replace("paths: [.]", f"paths: [{ROOT}]"))
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(file), "-d", str(site)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the names of _HOME for type checkers and completion; tests/
     from .costs.latency.table import measure_latency as measure_latency
     from .hub.saving import push_to_hub as push_to_hub
     from .hub.saving import save_pretrained as save_pretrained
+    from .images.loaders import image_loader as image_loader
     from .knapsack.solve import solve_knapsack as solve_knapsack
     from .models.pruned_models import register_pruned_model as register_pruned_model
     from .pipeline.prune import prune as prune
@@ -51,6 +52,7 @@ if TYPE_CHECKING:  # the names of _HOME for type checkers and completion; tests/
 
 # Public name → the module it lives in, in the order in which a user meets them.
 _HOME = {
+    "image_loader": "images.loaders",
     "find_channel_groups": "channels.find_groups",
     "ChannelGroup": "slim.channel_groups",
     "ChannelGroups": "slim.channel_groups",

@@ -23,8 +23,11 @@ def human(value: float | None, unit: str = "") -> str:
     return f"{value:.4g} {unit}".rstrip()
 
 
+COST_COLUMNS = ("cost", "original", "asked", "counted", "left", "measured")
+
+
 def cost_text(line: Mapping[str, Any]) -> list[str]:
-    """A row of a cost table: name, original, asked, counted, left, measured."""
+    """A row of a cost table, a text for each of `COST_COLUMNS`."""
     name = line.get("label") or line["name"]
     unit = "" if line["unit"] == name else line["unit"]  # what is counted has its unit for a name
     measured = line.get("measured")

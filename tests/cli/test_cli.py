@@ -23,6 +23,7 @@ VERBS = (
     "score",
     "latency",
     "prune",
+    "recover",
     "finetune",
     "evaluate",
     "report",
@@ -90,7 +91,7 @@ def test_help_examples_work(user, work, monkeypatch):
     """In the order of the verbs: later ones use what earlier ones wrote. Quickstart and run have tests of their own."""
     # seconds of waiting
     monkeypatch.setattr("timm_knapsack.costs.latency.table.measure_latency", lambda *a, **k: _latency())
-    for verb in ("doctor", "groups", "score", "latency", "prune", "finetune", "evaluate", "report", "publish"):
+    for verb in [verb for verb in VERBS if verb not in ("quickstart", "run")]:
         code, out, err = user(example_of(verb))
         assert code == 0, f"{verb}: {err}"
         assert out, verb
@@ -112,7 +113,8 @@ def _latency():
     [
         "groups cifar_resnet20",
         "score cifar_resnet20 --no-pretrained --criterion magnitude --out s.safetensors",
-        "prune cifar_resnet20 --no-pretrained --criterion magnitude --budget macs=0.6 --out half",
+        "prune cifar_resnet20 --no-pretrained --criterion magnitude --budget macs=60% --out half",
+        "recover resnet20-half --data images --limit 10 --batch-size 10 --device cpu",
         "evaluate resnet20-half --data images --device cpu",
         "report resnet20-half --out pictures",
         "publish resnet20-half me/resnet20-half --dry-run",
@@ -186,6 +188,11 @@ MISTAKES = {
     "no images": (f"{P} --budget macs=0.5 --data empty", "no images in empty"),
     "no such folder": (f"{P} --budget macs=0.5 --data imagse", "there is no such local path"),
     "budget 0": (f"{P} --budget macs=0 --data images", "give a fraction above 0"),
+    "budget 150%": (f"{P} --budget macs=150% --data images", "at most 100%"),
+    "budget x%": (f"{P} --budget macs=x% --data images", "as 50%"),
+    "folder that is there": (f"{P} --budget macs=0.5 --data images --out resnet20-half", "replace it with --overwrite"),
+    "recover without images": ("recover resnet20-half", "--data FOLDER"),
+    "recover what was not pruned": ("recover images --data images", "is no folder with a pruned model"),
     "budget 1.5": (f"{P} --budget macs=1.5 --data images", "a fraction is at most 1"),
     "class count mismatch": (
         "prune resnet18 --no-pretrained --method paper --budget macs=0.5 --data images --device cpu", "--labels model"),
@@ -297,7 +304,7 @@ def test_a_fault_of_ours_is_one_line_and_debug_shows_the_trace(user, monkeypatch
 
 def test_quickstart_ends_with_a_table_and_two_lines_of_python(user, monkeypatch):
     code = 'import timm, timm_knapsack\nmodel = timm.create_model("local-dir:q/model", pretrained=True)'
-    canned = {"table": [["top-1", "98.22 %", "98.44 %", "+0.22"]], "report": "q/report.html", "code": code}
+    canned = {"table": [["", "top-1"], ["recovered", "98.44 %"]], "report": "q/report.html", "code": code}
     monkeypatch.setattr("timm_knapsack.pipeline.quickstart.quickstart", lambda folder, **options: canned)
     ended, out, err = user("quickstart --out q")
     assert ended == 0 and err == "" and "98.44 %" in out and out.rstrip().endswith(code)
@@ -312,3 +319,117 @@ def test_importing_the_command_line_is_light():
     code = "import sys, timm_knapsack.cli.app, timm_knapsack.reports.page; "
     code += f"print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_version(user):
+    from timm_knapsack import __version__
+
+    assert user("--version") == (0, f"timm-knapsack {__version__}\n", "")
+
+
+def test_completion_knows_the_verbs():
+    import subprocess
+    import sys
+
+    program = os.path.join(os.path.dirname(sys.executable), "timm-knapsack")
+    asked = {"_TIMM_KNAPSACK_COMPLETE": "complete_bash", "COMP_WORDS": "timm-knapsack re", "COMP_CWORD": "1"}
+    done = subprocess.run([program], env={**os.environ, **asked}, capture_output=True, text=True)
+    assert done.stdout.split() == ["recover", "report"], done.stderr
+
+
+def test_a_table_without_an_image_column(user, work, capsys):
+    import datasets
+
+    (work / "words").mkdir(exist_ok=True)
+    datasets.Dataset.from_dict({"text": ["a"], "answer": [0]}).to_parquet(work / "words" / "data.parquet")
+    capsys.readouterr()  # its progress bar
+    check(user(f"{P} --budget macs=0.5 --data words"), "name one with --image-column NAME out of text, answer")
+    (work / "words.yaml").write_text(
+        "name: a\nmodel: {name: cifar_resnet20, pretrained: false}\ndata: {source: words}\nbudget: {macs: 50%}\n"
+    )
+    check(user("run words.yaml"), "name one with --set data.image_column=… out of text, answer")
+
+
+def test_damaged_weights(user, work):
+    import shutil
+
+    shutil.copytree(work / "resnet20-half", work / "damaged", dirs_exist_ok=True)
+    whole = (work / "damaged" / "model.safetensors").read_bytes()
+    (work / "damaged" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    check(user("evaluate damaged --data images --device cpu"), "are damaged")
+    (work / "half.safetensors").write_bytes(whole[:100])
+    line = "prune cifar_resnet20 --weights half.safetensors --criterion magnitude --budget macs=0.5 --out d"
+    check(user(line), "can't be read as weights")
+
+
+def test_overwrite_replaces_an_earlier_model(user, work):
+    line = "prune cifar_resnet20 --no-pretrained --criterion magnitude --out twice --budget"
+    assert user(f"{line} macs=0.8")[0] == 0
+    before = (work / "twice" / "channels.json").read_text()
+    check(user(f"{line} macs=0.4"), "--overwrite")
+    assert (work / "twice" / "channels.json").read_text() == before
+    assert user(f"{line} macs=0.4 --overwrite")[0] == 0
+    assert (work / "twice" / "channels.json").read_text() != before
+
+
+def test_ctrl_c_says_how_to_go_on(user, monkeypatch):
+    def stopped(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("timm_knapsack.pipeline.stage.run_stages", stopped)
+    line = "--data images --batch-size 10 --device cpu"
+    assert user(f"finetune resnet20-half {line} --out c")[2] == (
+        "stopped: to go on from the last checkpoint, the same command with --resume\n"
+    )
+    assert user(f"{P} {line} --budget macs=0.5 --out c2")[2] == "stopped\n"
+
+
+def test_ctrl_c_ends_training_with_a_checkpoint(user, work, monkeypatch):
+    import signal
+
+    from timm_knapsack.training import finetuning
+
+    update = finetuning._Run._update
+
+    def interrupted(run, batches):
+        if run.update == 1:
+            signal.raise_signal(signal.SIGINT)
+        return update(run, batches)
+
+    line = "finetune resnet20-half --data images --batch-size 10 --epochs 2 --out ctrl-c --device cpu"
+    monkeypatch.setattr(finetuning._Run, "_update", interrupted)
+    code, _, err = user(line)
+    assert code == 2 and "stopping after this step" in err and "go on with the same command and --resume" in err
+    monkeypatch.undo()
+    code, out, err = user(f"{line} --resume")
+    assert code == 0 and "4 updates" in out, err
+
+
+def test_a_long_stage_gives_signs_of_life_in_a_log():
+    import threading
+
+    from timm_knapsack.pipeline.progress import _say_now_and_then
+
+    done, lines = threading.Event(), []
+
+    def say(line):
+        lines.append(line)
+        if len(lines) == 3:
+            done.set()
+
+    _say_now_and_then("score", done, say, pauses=(0.01, 0.01))
+    assert lines == ["score: still running, 0 s"] * 3
+
+
+def test_limit_of_a_recipe_holds_for_everything_but_evaluation(work, monkeypatch):
+    from timm_knapsack.pipeline.recipe import Recipe
+    from timm_knapsack.pipeline.stage import Job
+
+    monkeypatch.chdir(work)
+    parts = {"score": {"criterion": "abs"}, "recover": {"images": 12}, "finetune": {"epochs": 1, "batch_size": 4}}
+    network = {"name": "cifar_resnet20", "pretrained": False}
+    recipe = {"name": "a", "model": network, "budget": {"macs": "50%"}, **parts}
+    job = Job(Recipe.from_dict({**recipe, "data": {"source": "images", "limit": 8}}))
+    job.made["base"] = job.source.load()
+    counts = {p: len(job.open(p).dataset) for p in ("calibration", "recovery", "training", "evaluation")}
+    assert counts == {"calibration": 8, "recovery": 8, "training": 8, "evaluation": 20}

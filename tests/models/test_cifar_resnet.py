@@ -86,7 +86,7 @@ def test_keys_are_those_of_the_published_weights():
 
 
 def test_registered_with_a_32_pixel_config():
-    assert timm.list_models(module="cifar_resnet") == NAMES
+    assert timm.list_models(module="cifar_resnet") == ["cifar_resnet8x2", *NAMES]
     config = timm.data.resolve_model_data_config(timm.create_model("cifar_resnet20"))
     assert config["input_size"] == (3, 32, 32) and config["crop_pct"] == 1.0
     assert config["mean"] == (0.485, 0.456, 0.406) and config["std"] == (0.229, 0.224, 0.225)

@@ -18,8 +18,9 @@ import timm_knapsack as tk
 from timm_knapsack.errors import KnapsackError
 from timm_knapsack.human_numbers import human
 from timm_knapsack.pipeline.saving import save_run
-from timm_knapsack.reports.page import _cost_note, stage_macs, write_report
-from timm_knapsack.reports.pictures import stage_of
+from timm_knapsack.reports.charts import _accuracy
+from timm_knapsack.reports.page import _cost_note, accuracy_rows, stage_macs, write_report, write_sweep_page
+from timm_knapsack.reports.pictures import chart, stage_of
 from timm_knapsack.reports.run_record import RunRecord
 
 
@@ -70,6 +71,10 @@ def folder(result, tmp_path_factory):
         }
         for side in (28, 24, 20)
     ]
+    for number, name in enumerate(["conv1", "layer1.0.conv1", "layer3.2.conv1"]):
+        counts = [1, 4, 8, 12, 16]
+        loss = [(0.3 + number) / n - (0.3 + number) / 16 for n in counts]
+        record.curves[name] = {"size": 16, "counts": counts, "loss": loss, "chosen": 9}
     saved, _ = save_run(result, tmp_path_factory.mktemp("report") / "model", record=record, verify=False)
     return saved
 
@@ -146,7 +151,7 @@ def test_stages_sum_to_the_counted_macs(folder, result):
 
 
 def test_without_training_and_matplotlib_there_is_still_a_page(result, tmp_path, monkeypatch):
-    monkeypatch.setattr("timm_knapsack.reports.page.find_spec", lambda name: None)
+    monkeypatch.setattr("timm_knapsack.reports.charts.find_spec", lambda name: None)
     saved, _ = save_run(result, tmp_path / "model", record=RunRecord.of_pruning(result), verify=False)
     files = write_report(saved, tmp_path / "elsewhere")
     assert [file.name for file in files] == ["report.html"]
@@ -199,9 +204,18 @@ document.getElementById("f").onload = () => {
     const box = e.getBoundingClientRect();
     if (box.right > root.clientWidth + 1 && !e.closest(".wide")) outside.push(e.textContent);
   }
+  const covered = [];
+  for (const svg of page.querySelectorAll("svg")) {
+    const boxes = [...svg.querySelectorAll("text")].map(e => [e.textContent, e.getBoundingClientRect()]);
+    boxes.forEach(([a, p], i) => boxes.slice(i + 1).forEach(([b, q]) => {
+      const wide = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+      const high = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+      if (wide > 2 && high > 4) covered.push(a + " on " + b);
+    }));
+  }
   document.getElementById("r").textContent =
     JSON.stringify({
-      scroll: root.scrollWidth, contrast, smallest, outside, figures: page.querySelectorAll("svg").length});
+      covered, scroll: root.scrollWidth, contrast, smallest, outside, figures: page.querySelectorAll("svg").length});
 };</script>"""
 
 
@@ -236,12 +250,56 @@ def test_readable_in_chromium(files, folder, tmp_path, width, scheme):
     for log in (shown.stderr, told.stderr):
         assert "CONSOLE" not in log, log
     seen = json.loads(html.unescape(re.search(r'<pre id="r"[^>]*>(.*?)</pre>', told.stdout, re.DOTALL)[1]))
-    assert seen["scroll"] <= width and seen["outside"] == []
-    assert seen["smallest"] >= 8.5 and seen["figures"] == 3
+    assert seen["scroll"] <= width and seen["outside"] == [] and seen["covered"] == []
+    assert seen["smallest"] >= 8.5 and seen["figures"] == 4
     assert seen["contrast"] >= 4.5, seen
 
 
-def test_a_bound_that_is_not_finite_is_left_out():
+def test_the_certificate_is_in_words():
     pruning = {"value": 1.5, "total_value": 3.0, "upper_bound": None}
-    assert _cost_note(pruning) == "<p>Importance kept: 50.00%. The last knapsack's value is 1.5.</p>"
-    assert "could exceed 2 (a gap of 0.5)" in _cost_note({**pruning, "upper_bound": 2.0})
+    assert _cost_note(pruning) == "<p>This choice keeps 50.00% of the importance of all channels.</p>"
+    assert "can do better than 66.67%: the solver has proved it" in _cost_note({**pruning, "upper_bound": 2.0})
+    assert "No other choice at this cost would keep more" in _cost_note({**pruning, "upper_bound": 1.5})
+    curves = {"value": -0.2, "total_value": 0.0, "predicted_loss": 0.2, "upper_bound": -0.2}
+    assert "loses 0.2. No other choice at this cost would lose less" in _cost_note(curves)
+    assert "can do better than 0.1: the solver has proved it" in _cost_note({**curves, "upper_bound": -0.1})
+
+
+def test_the_original_is_there_where_images_had_labels(result):
+    record = RunRecord.of_pruning(result)
+    assert accuracy_rows(record) == []
+    loss = {"top1_before": 93.4, "top1_after": 90.1, "images": 512, "recovered": True}
+    record.pruning["loss"] = loss
+    rows = accuracy_rows(record)
+    found = [(row["what"], row["top1"], row["samples"]) for row in rows]
+    assert found == [("original", 93.4, 512), ("recovered", 90.1, 512)]
+    record.add_evaluation("original", {"top1": 93.0}, "elsewhere")
+    assert accuracy_rows(record) == record.evaluations, "what was evaluated on other images wins"
+
+
+def test_one_epoch_is_a_line(result):
+    record = RunRecord.of_pruning(result)
+    record.finetune = {"evaluations": [{"epoch": 1, "top1": 92.0}]}
+    assert _accuracy(record) is None
+    record.add_evaluation("recovered", {"top1": 90.0}, "x")
+    assert _accuracy(record)["series"][0]["x"] == [0, 1]
+
+
+def test_axes_end_at_100_and_names_do_not_overlap():
+    import xml.etree.ElementTree as tree
+
+    points = {"x": [10.0, 10.1, 10.2, 40.0], "y": [98.0, 98.01, 98.02, 99.9], "names": ["50%", "49%", "48%", "100%"]}
+    svg = chart([{**points, "label": "a", "style": "both"}], title="t", x_label="x", y_label="y", percent=True)
+    texts = [text.text for text in tree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    numbers = [float(text) for text in texts if re.fullmatch(r"[\d.]+", text or "")]
+    assert max(number for number in numbers if number > 41) == 100.0
+    assert "100%" in texts and len({"50%", "49%", "48%"} & set(texts)) < 3, "no room for all three"
+
+
+def test_a_page_of_a_sweep(tmp_path):
+    rows = [{"what": "original", "kind": "original", "macs": 4e7, "top1": 91.7}]
+    rows += [{"what": f"{p}%", "kind": "pruned and recovered", "macs": p * 4e5, "top1": 80 + p / 10} for p in (50, 25)]
+    page = Page(write_sweep_page(rows, tmp_path, "net <at> several budgets").read_text())
+    text = " ".join(" ".join(page.words).split())
+    assert page.open == [] and "net <at> several budgets" in text
+    assert "pruned and recovered, 25% 10.0 M 25.0% 82.50 %" in text and (tmp_path / "accuracy_macs.png").exists()

@@ -4,7 +4,8 @@ import sys
 
 import typer
 
-from .console import one_line
+from ..version import __version__
+from .console import listening_to_ctrl_c, one_line
 from .doctor import doctor
 from .evaluate import evaluate
 from .finetune import finetune
@@ -15,20 +16,36 @@ from .plugins import load_plugin, take_plugins
 from .prune import prune
 from .publish import publish
 from .quickstart import quickstart
+from .recover import recover
 from .report import report
 from .run import run
 from .score import score
 
 HELP = """Prune any timm image model to a budget, exactly, and get an ordinary timm model back.
 
-Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be. --debug shows the trace of an error.
---plugin MODULE (or FILE.py) imports your own criteria, costs and op rules first."""
+Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be, 130 stopped. --debug shows
+an error's trace. --plugin MODULE (or FILE.py) imports your own criteria, costs and op rules first."""
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
+STOPPED = 130  # the exit code of Ctrl-C in every shell, and what typer makes of it
+
+app = typer.Typer(no_args_is_help=True, help=HELP, pretty_exceptions_enable=False)
 
 
-for _verb in (doctor, groups, score, latency, prune, finetune, evaluate, report, publish, run, quickstart):
+for _verb in (doctor, groups, score, latency, prune, recover, finetune, evaluate, report, publish, run, quickstart):
     app.command()(_verb)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"timm-knapsack {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _before_any_verb(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -39,12 +56,12 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         for plugin in plugins:
             load_plugin(plugin)
-        code = app(arguments, standalone_mode=False)
+        with listening_to_ctrl_c():
+            code = app(arguments, standalone_mode=False)
     except (typer.Exit, SystemExit) as end:
         code = getattr(end, "exit_code", getattr(end, "code", 0))
-    except (typer.Abort, KeyboardInterrupt):
-        _say("stopped")
-        code = 1
+    except (typer.Abort, KeyboardInterrupt):  # as older versions of typer say it
+        code = STOPPED
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         code = 0
     except Exception as error:
@@ -59,12 +76,24 @@ def main(arguments: list[str] | None = None) -> None:
             message = with_flags(message, _flags(arguments))
         if message:
             _say(f"error: {message}")
+    if code == STOPPED:
+        _say(f"stopped{_way_back(arguments)}")
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
 def _flags(arguments: list[str]) -> dict[str, str]:
     command = typer.main.get_command(app).commands.get(arguments[0] if arguments else "")
     return {} if command is None else flags_of(command)
+
+
+def _way_back(arguments: list[str]) -> str:
+    """How to go on with what a stopped verb has finished, where it keeps any."""
+    flags = _flags(arguments)
+    if "resume" in flags:
+        return f": to go on from the last checkpoint, the same command with {flags['resume']}"
+    if arguments[:1] == ["run"] or any(argument.startswith("--table") for argument in arguments):
+        return ": the same command goes on with what is finished"
+    return ""
 
 
 def _usage_error(error, arguments: list[str]) -> str:

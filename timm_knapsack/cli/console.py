@@ -2,7 +2,11 @@
 
 import errno
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +34,9 @@ def print_costs(report: dict[str, Any], title: str) -> None:
     """Original, asked, counted, measured."""
     from rich.table import Table
 
-    from ..human_numbers import cost_text
+    from ..human_numbers import COST_COLUMNS, cost_text
 
-    table = Table("cost", "original", "asked", "counted", "left", "measured", title=title)
+    table = Table(*COST_COLUMNS, title=title)
     for line in report["costs"]:
         table.add_row(*cost_text(line))
     stdout().print(table)
@@ -75,6 +79,37 @@ def choose_device(device: str) -> str:
             f"--device {device}: {found}; use --device auto or cpu (`timm-knapsack doctor` lists devices)"
         )
     return device
+
+
+def check_new(folder: str | os.PathLike, overwrite: bool) -> Path:
+    """A folder that can be written and holds nothing yet, unless it is to be replaced."""
+    folder = check_writable(folder)
+    if not overwrite and folder.is_dir() and any(folder.iterdir()):
+        raise KnapsackError(f"{folder} is there already; choose another --out, or replace it with --overwrite")
+    return folder
+
+
+@contextmanager
+def listening_to_ctrl_c() -> Iterator[None]:
+    """The first Ctrl-C becomes SIGTERM where somebody listens to that: training ends with a checkpoint. The second, or
+    the first elsewhere, stops at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.getsignal(signal.SIGINT)
+
+    def stop(signum, frame):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not callable(signal.getsignal(signal.SIGTERM)):
+            raise KeyboardInterrupt
+        print("stopping after this step; Ctrl-C once more stops at once", file=sys.stderr)
+        signal.raise_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def check_writable(folder: str | os.PathLike) -> Path:

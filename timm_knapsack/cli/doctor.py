@@ -67,9 +67,28 @@ def doctor(
         table.add_row(name, version)
     table.add_row("devices", "; ".join(found.devices))
     table.add_row("torchvision operators", "missing" if found.operators_missing else "there")
-    advice = "yes" if found.plain_timm_imports else "no: `timm-knapsack doctor --fix` repairs it in this environment"
-    table.add_row("`import timm` alone, `accelerate launch`", advice)
+    table.add_row("`import timm` alone, `accelerate launch`", "yes" if found.plain_timm_imports else "no")
     stdout().print(table)
+    stdout().print(verdict(found), markup=False)
+
+
+def verdict(found: Diagnosis) -> str:
+    """One sentence: all is well, or what to do.
+
+    Example:
+        >>> verdict(Diagnosis({}, ["cpu, 2 threads"], operators_missing=False, plain_timm_imports=True))
+        'All is well: pruning, fine-tuning and `accelerate launch` work here, on cpu, 2 threads.'
+    """
+    if found.plain_timm_imports:
+        where = next((d for d in found.devices if not d.startswith("cpu")), found.devices[0])
+        return f"All is well: pruning, fine-tuning and `accelerate launch` work here, on {where}."
+    if found.operators_missing:
+        return (
+            "`import timm_knapsack` works, but timm and `accelerate launch` by themselves do not, since this "
+            "torchvision lacks its compiled operators: run `timm-knapsack doctor --fix`, or install a matching pair "
+            "of torch and torchvision."
+        )
+    return "`python -c 'import timm'` fails in this environment; run it to see why, and install timm again."
 
 
 def diagnose() -> Diagnosis:
@@ -81,7 +100,8 @@ def diagnose() -> Diagnosis:
     """
     import torch
 
-    devices = [f"cpu, {torch.get_num_threads()} threads"]
+    threads = torch.get_num_threads()
+    devices = [f"cpu, {threads} thread{'s' if threads > 1 else ''}"]
     devices += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         devices.append("mps")

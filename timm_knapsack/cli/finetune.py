@@ -1,14 +1,13 @@
 """finetune: train a pruned model with its original as the teacher."""
 
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import KnapsackError
 from . import console
-from .options import DeviceOption, JsonOption, TrainingDataOptions, verb
+from .options import DeviceOption, JsonOption, TeacherOptions, TrainingDataOptions, pruned_folder, verb
 
 _EXAMPLE_SETTINGS = "any field of FinetuneConfig or DistillationConfig: mixup=0.2, ikd_at=convs, ema_decay=0.999 …"
 
@@ -17,6 +16,7 @@ _EXAMPLE_SETTINGS = "any field of FinetuneConfig or DistillationConfig: mixup=0.
 def finetune(
     student: Annotated[str, typer.Argument(help="A folder that `prune` wrote.")],
     data: TrainingDataOptions,
+    original: TeacherOptions,
     out: Annotated[
         str, typer.Option(help="Folder for checkpoints and the tuned model.", metavar="FOLDER")
     ] = "finetuned",
@@ -27,8 +27,6 @@ def finetune(
     settings: Annotated[list[str] | None, typer.Option("--set", help=_EXAMPLE_SETTINGS, metavar="KEY=VALUE")] = None,
     resume: Annotated[bool, typer.Option(help="Go on where a run in the same folder stopped.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an earlier run in the same folder.")] = False,
-    teacher: Annotated[str | None, typer.Option(help="timm name or folder; what was pruned, by default.")] = None,
-    teacher_weights: Annotated[str | None, typer.Option(help="File of the teacher's weights.", metavar="FILE")] = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
@@ -40,8 +38,8 @@ def finetune(
     """
     if console.choose_device(device) == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    from ..hub.saving import CHANNELS
     from ..models.model_source import ModelSource
+    from ..pipeline.loaders import public_name
     from ..pipeline.recipe import ModelPart, Settings
     from ..pipeline.stage import Job, Student, run_stages
     from ..pipeline.stages import FINETUNE, stages
@@ -50,26 +48,22 @@ def finetune(
 
     if data.source is None:
         raise KnapsackError("finetune needs images: --data FOLDER")
-    if not (Path(student) / CHANNELS).is_file():
-        raise KnapsackError(
-            f"{student} is no folder with a pruned model; `timm-knapsack prune MODEL --out {student}` makes one"
-        )
+    pruned = pruned_folder(student)
     folder = console.check_writable(out)
     values = _values(settings, {"epochs": epochs, "lr": lr, "overwrite": overwrite}, kd_weight, ikd_weight)
     job = Job(
         Settings(model=ModelPart(student), finetune=values), folder=folder / "model",
-        checkpoints=folder / "checkpoints", resume=resume, eval_name=data.eval_source or data.source,
+        checkpoints=folder / "checkpoints", resume=resume, eval_name=public_name(data.eval_source or data.source),
         words={"resume": "go on with the same command and --resume"},
     )  # fmt: skip
     config = job.finetune_config()
-    record, network = RunRecord.load(student), ModelSource(student).load()
+    record, network = RunRecord.load(pruned), ModelSource(student).load()
     if config.distillation.kd_weight or config.distillation.ikd_weight:
-        job.made["base"] = _teacher(record, teacher, teacher_weights, network)
+        job.made["base"] = original.load(record, network)
     job.made["student"] = Student(network, record)
     job.accelerator = start_accelerator(config.mixed_precision, config.trackers, config.output_dir)
     job.made["training"], job.made["evaluation"] = _loaders(network, data, config.seed)
-    first, *rest = stages(*FINETUNE)
-    run_stages([first], job)
+    run_stages(stages(*FINETUNE, without=["evaluate"] if job.get("evaluation") is None else []), job)
     if not job.is_main:
         return
     result = job["tuned"]
@@ -78,10 +72,7 @@ def finetune(
         f"fine-tuned for {result.epochs} epochs, {tuned.optimizer}, lr {tuned.lr:g}, kd {weights.kd_weight:g}, "
         f"ikd {weights.ikd_weight:g}"
     ]
-    if result.last_top1 is not None:
-        metrics = {key: result.evaluations[-1][key] for key in ("top1", "top5", "loss", "samples")}
-        job.made["evaluations"] = [{"what": "fine-tuned", **metrics}]
-    saved = run_stages(rest, job)["saved"]
+    saved = run_stages(stages("save"), job)["saved"]
     if as_json:
         facts = {
             "folder": str(saved),
@@ -104,23 +95,6 @@ def _values(settings: list[str] | None, given: dict[str, Any], kd_weight: float,
     values = {**given, **console.parse_settings(settings, "--set")}
     finetune_config(values, weights, place="--set")  # a typo costs no time
     return {**values, "distillation": {**weights, **values.get("distillation", {})}}
-
-
-def _teacher(record, teacher, teacher_weights, student):
-    from ..models.model_source import ModelSource
-
-    if teacher is not None:
-        args = {"num_classes": student.num_classes} if not Path(teacher).is_dir() else {}
-        return ModelSource(teacher, teacher_weights is None, teacher_weights, args).load()
-    if not record.base:
-        raise KnapsackError("the folder does not say what it was pruned from; name the teacher: --teacher MODEL")
-    base = ModelSource(**{**record.base, **({"weights": teacher_weights} if teacher_weights else {})})
-    if not base.pretrained and base.weights is None and not base.is_folder:
-        raise KnapsackError(
-            f"{base.name} had random weights when it was pruned, and they are gone; name a teacher with --teacher or "
-            "--teacher-weights, or do without: --kd-weight 0 --ikd-weight 0"
-        )
-    return base.load()
 
 
 def _loaders(model, data: TrainingDataOptions, seed: int):

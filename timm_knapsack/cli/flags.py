@@ -1,7 +1,7 @@
 """The library's errors name its own arguments (``pretrained=False``); here they become what was to be typed.
 
 A phrase is translated only where the verb has that option, and to the flag that this verb has for it: ``split=…`` is
-``--split`` of ``prune`` and ``--train-split`` of ``finetune``; a recipe's run, which has neither, keeps the words.
+``--split`` of ``prune`` and ``--train-split`` of ``finetune``; ``run`` has neither, and is told what to --set.
 """
 
 import re
@@ -28,6 +28,11 @@ PHRASES = (
     ("threads", r"\bthreads=", "{flag} "),
     ("batch_size", r"\bbatch_size=", "{flag} "),
     ("settings", r"^changes ", "{flag} "),
+    # --from is an option of run alone: what it is told stands in the recipe, and --set changes that
+    ("from_stage", r"\b(image_column|label_column|root|limit)=…", r"--set data.\1=…"),
+    ("from_stage", r"\bsplit=…", "--set data.train_split=… or data.eval_split=…"),
+    ("from_stage", r"\bweights='([^']+)'", r"--set model.weights=\1"),
+    ("from_stage", r"\bpretrained=False", "--set model.pretrained=false"),
 )
 
 

@@ -32,9 +32,7 @@ def groups(network: ArchitectureOptions, as_json: JsonOption = False) -> None:
         return
     table = Table("group", "units", "layers that make it", title=f"{network.model}: {human(found.macs())}MACs")
     for group in found:
-        made_by = [s.param.rsplit(".", 1)[0] for s in group.slices if s.role == "out"]
-        more = f" and {len(made_by) - 3} more" if len(made_by) > 3 else ""
-        table.add_row(group.name, str(group.size), ", ".join(made_by[:3]) + more)
+        table.add_row(group.name, str(group.size), group.makers)
     console.stdout().print(table)
     note = f" ({found.verified_note})" if found.verified_note else ""
     console.stdout().print(f"verified by {found.verified}{note}", markup=False)

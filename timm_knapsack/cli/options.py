@@ -11,15 +11,21 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from ..errors import KnapsackError
 from .console import parse_settings
 
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps …")]
 BatchOption = Annotated[int, typer.Option(help="Images in a batch (on each process).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, and nothing else, to stdout.")]
+RefineOption = Annotated[
+    bool, typer.Option("--refine", help="Then a few hundred gradient steps on the images, without labels: minutes.")
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run wrote there.")]
 CriterionOption = Annotated[
     str,
     typer.Option(help="How channels are valued: curves, abs, magnitude (no data) …; an unknown one lists all."),
@@ -104,6 +110,44 @@ class TrainingDataOptions(DataOptions):
     augment: Annotated[
         list[str] | None, typer.Option(help="Field of the augmentation, as hflip=0.", metavar="KEY=VALUE")
     ] = None
+
+
+@dataclass(frozen=True)
+class TeacherOptions:
+    """The network that was pruned: by default what the student's folder says."""
+
+    teacher: Annotated[str | None, typer.Option(help="timm name or folder; what was pruned, by default.")] = None
+    teacher_weights: Annotated[str | None, typer.Option(help="File of the teacher's weights.", metavar="FILE")] = None
+
+    def load(self, record, student):
+        """The teacher of a student, which has this record."""
+        from ..models.model_source import ModelSource
+
+        if self.teacher is not None:
+            args = {"num_classes": student.num_classes} if not Path(self.teacher).is_dir() else {}
+            return ModelSource(self.teacher, self.teacher_weights is None, self.teacher_weights, args).load()
+        if not record.base:
+            raise KnapsackError("the folder does not say what it was pruned from; name the teacher: --teacher MODEL")
+        base = ModelSource(**{**record.base, **({"weights": self.teacher_weights} if self.teacher_weights else {})})
+        if not base.pretrained and base.weights is None and not base.is_folder:
+            raise KnapsackError(
+                f"{base.name} had random weights when it was pruned, and they are gone; name a teacher with --teacher "
+                "or --teacher-weights (finetune can do without: --kd-weight 0 --ikd-weight 0)"
+            )
+        return base.load()
+
+
+def pruned_folder(student: str) -> Path:
+    """The folder of a pruned model, or an error with the command that makes one."""
+    from ..hub.saving import CHANNELS
+    from ..models.model_source import saved_folder
+
+    folder = saved_folder(student)
+    if not (folder / CHANNELS).is_file():
+        raise KnapsackError(
+            f"{student} is no folder with a pruned model; `timm-knapsack prune MODEL --out {student}` makes one"
+        )
+    return folder
 
 
 @dataclass(frozen=True)

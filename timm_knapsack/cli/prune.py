@@ -7,7 +7,16 @@ import typer
 
 from ..errors import KnapsackError
 from . import console
-from .options import DataOptions, DeviceOption, JsonOption, LabelsOption, NetworkOptions, verb
+from .options import (
+    DataOptions,
+    DeviceOption,
+    JsonOption,
+    LabelsOption,
+    NetworkOptions,
+    OverwriteOption,
+    RefineOption,
+    verb,
+)
 from .score import scoring_job
 
 
@@ -17,7 +26,7 @@ def prune(
     budget: Annotated[
         str,
         typer.Option(
-            help="COST=AMOUNT, as macs=0.5, macs=2.05e9 or latency=12ms; joined by commas; an unknown cost lists all."
+            help="COST=AMOUNT, as macs=50%, macs=2.05e9 or latency=12ms; joined by commas; an unknown cost lists all."
         ),
     ],
     data: DataOptions,
@@ -34,6 +43,7 @@ def prune(
     recover: Annotated[
         bool | None, typer.Option(help="Refit what is left on the images, in closed form; not with the paper's method.")
     ] = None,
+    refine: RefineOption = False,
     recover_images: Annotated[int, typer.Option(help="Images to recover with.")] = 1024,
     round_to: Annotated[int, typer.Option(help="Keep multiples of this many channels.")] = 1,
     min_keep: Annotated[
@@ -45,6 +55,7 @@ def prune(
     ] = None,
     labels: LabelsOption = "auto",
     device: DeviceOption = "auto",
+    overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Prune a model to a budget and save it as a folder that timm.create_model reads.
@@ -65,14 +76,17 @@ def prune(
     if method not in METHODS:
         raise KnapsackError(f"--method {method!r} is none of {', '.join(METHODS)}")
     recover = method != "paper" if recover is None else recover
+    if refine and (not recover or data.source is None):
+        raise KnapsackError("--refine goes on from a recovered network: it needs --data FOLDER, and --recover")
     where = console.choose_device(device)
     min_keep = int(min_keep) if min_keep >= 1 else min_keep
+    folder = console.check_new(out or f"{_short(network.model)}-pruned", overwrite)
     job = scoring_job(
         network, data, criterion or METHODS[method], labels, where, needs_data=scores is None, budget=wanted,
         prune=PrunePart(round_to, min_keep, tuple(ignore or ())),
-        recover=RecoverPart(recover_images, data.batch_size),
+        recover=RecoverPart(recover_images, data.batch_size, refine),
     )  # fmt: skip
-    job.folder = console.check_writable(out or f"{_short(network.model)}-pruned")
+    job.folder = folder
     job.options = {"scores": scores}
     names = ["read scores" if name == "score" and scores is not None else name for name in PRUNE]
     without = ["data", "recover"] if data.source is None else [] if recover else ["recover"]

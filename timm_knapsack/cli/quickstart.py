@@ -26,8 +26,9 @@ def quickstart(
         return
     from rich.table import Table
 
-    table = Table("", "original", "pruned", "change", title="handwritten digits: before and after")
-    for row in result["table"]:
+    head, *rows = result["table"]
+    table = Table(*head, title="handwritten digits, step by step")
+    for row in rows:
         table.add_row(*row)
     console.stdout().print(table)
     console.stdout().print(f"{result['report']} shows how. To use the result:\n\n{result['code']}", markup=False)

@@ -19,6 +19,7 @@ from ..models.foreign_config import read_saved_config
 from ..models.pruned_models import pruned_model_config
 from ..models.rebuild import base_on_meta, model_args_of, resized
 from ..slim.channel_config import ChannelConfig
+from ..version import __version__, install_command
 from .markdown import code, python_text, repository, table, text
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
@@ -75,12 +76,13 @@ def model_card(folder: str | os.PathLike, repo_id: str | None = None, name: str 
     name = name or folder.resolve().name
     source = f"hf-hub:{repo_id}" if repo_id else f"local-dir:{name}"
     try:
+        made = config["timm_knapsack"]
         return _render(
-            title=repo_id.rpartition("/")[2] if repo_id else name,
+            title=repo_id.rpartition("/")[2] if repo_id else _local_title(channels.base, made["costs"], name),
             config=channels,
             usage=_usage(source, weights=True, classes=config["num_classes"]),
             pretrained_cfg=config["pretrained_cfg"],
-            made=config["timm_knapsack"],
+            made=made,
             picture=PICTURE if (folder / PICTURE).exists() else None,
         )
     except KnapsackError:
@@ -88,6 +90,12 @@ def model_card(folder: str | os.PathLike, repo_id: str | None = None, name: str 
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"its config.json can't be shown as a card ({first_line(error)}); is it damaged?"
         raise HubError(f"{folder}: {reason}") from error
+
+
+def _local_title(base: str, costs: Sequence[Mapping[str, Any]], name: str) -> str:
+    """The folder's name, which a user chose; ``model``, which the pipeline chose, says nothing: network and change."""
+    first = costs[0]
+    return name if name != "model" else f"{base} at {first['counted'] / first['original']:.0%} of its {first['unit']}"
 
 
 def named_model_card(name: str):
@@ -146,7 +154,8 @@ def _render(title, config, usage, pretrained_cfg, made, picture):
         data,
         template_path=str(TEMPLATE),
         title=text(title),
-        summary=_summary(config, made["costs"], base_model),
+        cure=_cure(),
+        summary=_summary(config, made["costs"], base_model, evaluations),
         usage=usage,
         cost_table=_cost_table(made["costs"]),
         input_size=" × ".join(str(n) for n in pretrained_cfg.get("input_size", ())) or "the default size",
@@ -179,10 +188,21 @@ def _usage(source: str, weights: bool, classes: int) -> str:
     return "\n".join(lines)
 
 
-def _summary(config: ChannelConfig, costs: Sequence[Mapping[str, Any]], base_model: str | None) -> str:
+def _cure() -> str:
+    """The first line: what to do where timm says ``Unknown model``."""
+    install = install_command()
+    first = f"`{install}`, then" if install else f"It needs the package timm-knapsack {__version__}:"
+    return f"{first} `import timm_knapsack` before `timm.create_model`. Without it timm answers `Unknown model`."
+
+
+def _summary(config: ChannelConfig, costs, base_model: str | None, evaluations: Sequence[Evaluation]) -> str:
     parts = [f"{1 - c['counted'] / c['original']:.1%} fewer {text(c['unit'])}" for c in costs if _title(c) == c["unit"]]
     origin = f", from the weights of {repository(base_model)}" if base_model else ""
-    return f"{code(config.base)} with {' and '.join(parts)}{origin}. An ordinary timm model."
+    lines = [f"{code(config.base)} with {' and '.join(parts)}{origin}. An ordinary timm model."]
+    for e in evaluations:
+        before = "" if e.original_top1 is None else f", {e.top1 - e.original_top1:+.2f} against the unpruned network"
+        lines.append(f"Top-1 on {text(e.dataset)}: {e.top1:.2f} %{before}.")
+    return " ".join(lines)
 
 
 def _cost_table(costs: Sequence[Mapping[str, Any]]) -> str:

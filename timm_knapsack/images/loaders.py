@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from timm.data import create_dataset
 from torch import nn
 
@@ -25,10 +26,12 @@ from .augmentation import Augmentation, Preprocessing, Transform, check_names
 from .datasets import ImageDataset, StreamDataset, SyntheticDataset, outside
 from .folders import entries, open_folder
 from .sampling import EpochLoader, EpochSampler, resume_at
-from .sources import ArrayImages, ImageSource, ImageStream, PairImages
+from .sources import ArrayImages, ImageSource, ImageStream, ListImages, PairImages
 from .tables import HUB_ID, TABLE_FILES, holds_tables, load_table, open_table, pick_split
 
-__all__ = ["Augmentation", "DataConfig", "create_loader", "open_images", "resume_at", "synthetic_loader"]
+__all__ = [
+    "Augmentation", "DataConfig", "create_loader", "image_loader", "open_images", "resume_at", "synthetic_loader",
+]  # fmt: skip
 
 TIMM_KINDS = ("torch", "hfds", "hfids")  # prefixes of timm.data.create_dataset that are known without "timm:" as well
 
@@ -103,7 +106,7 @@ def create_loader(
             a dataset on the Hugging Face Hub (``"uoft-cs/cifar10"``);
             ``"timm:torch/cifar100"`` and other names of ``timm.data.create_dataset``, with ``root``;
             a ``datasets`` Dataset, DatasetDict or IterableDataset; a torch dataset of (PIL image, label) pairs;
-            a uint8 array of images, or a pair (array, labels).
+            a uint8 array of images, or a list of PIL images or of paths; or a pair (either of them, labels).
         model_or_data_config: a timm model, which says input size, normalisation and number of classes; or a mapping
             with these, such as a ``pretrained_cfg``.
         config: a DataConfig.
@@ -159,6 +162,45 @@ def create_loader(
     )
 
 
+def image_loader(
+    source: Any,
+    model: nn.Module | Mapping[str, Any],
+    *,
+    split: str | None = None,
+    batch_size: int = 64,
+    limit: int | None = None,
+    **options,
+) -> EpochLoader:
+    """Images as a model wants them: ``(images, labels)`` batches for `prune`, `recover`, `finetune` and `evaluate`.
+
+    They come in an order that is random and always the same, so that a part of them stands for all. Without
+    ``training=True`` each image is as the model sees it in evaluation: resized, cropped and normalised as its config
+    says. Labels are -1 where there are none.
+
+    Args:
+        source: a folder of images (with a subfolder for each class, or flat), parquet files, a dataset of the Hub
+            (``"uoft-cs/cifar10"``) or of ``datasets``, ``"timm:torch/cifar100"``, a torch dataset, a list of PIL images
+            or of paths, a uint8 array; the last three as a pair with their labels, too.
+        model: a timm model, or its data config.
+        split: ``"train"`` to prune and train with, ``"test"`` to evaluate on; None takes the validation split, the test
+            split, or what there is, and with ``training=True`` the training split.
+        batch_size: images in a batch, on each process.
+        limit: this many images only, a random choice; a few hundred do for `prune`.
+        options: whatever else `DataConfig` has: ``training=True`` for augmented images, ``num_workers=4``,
+            ``image_column="picture"``, ``labels="required"``, ``seed=1`` …
+
+    Example:
+        >>> from PIL import Image
+        >>> pictures = [Image.new("RGB", (40, 30)), Image.new("RGB", (64, 64))]
+        >>> loader = image_loader((pictures, [3, 7]), model, batch_size=2)
+        >>> images, labels = next(iter(loader))
+        >>> tuple(images.shape), sorted(labels.tolist())
+        ((2, 3, 32, 32), [3, 7])
+    """
+    options = {"shuffle": True, **options, "split": split, "batch_size": batch_size, "limit": limit}
+    return create_loader(source, model, **options)
+
+
 def open_images(source: Any, config: DataConfig) -> ImageSource | ImageStream:
     """Find out what ``source`` is and open it; see ``create_loader`` for what it may be."""
     try:
@@ -189,9 +231,15 @@ def _open_any(source: Any, config: DataConfig) -> ImageSource | ImageStream:
     if type(source).__module__.split(".")[0] == "datasets":
         table, name = pick_split(source, split, training, f"this {type(source).__name__}")
         return open_table(table, name, *columns)
-    pixels, labels = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
+    paired = isinstance(source, tuple) and len(source) == 2 and hasattr(source[0], "__len__")
+    pixels, labels = source if paired else (source, None)
     if isinstance(pixels, np.ndarray | torch.Tensor):
         return _open_array(np.asarray(pixels), labels)
+    if isinstance(pixels, list | tuple) and not pixels:
+        raise DataError("the list has no images")
+    if isinstance(pixels, list | tuple) and isinstance(pixels[0], Image.Image | str | os.PathLike):
+        labels = None if labels is None else _one_for_each(labels, len(pixels))
+        return ImageSource("this list", ListImages(pixels, labels), labels, has_labels=labels is not None)
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return _open_pairs(source, f"this {type(source).__name__}")
     raise DataError(f"can't read images from a {type(source).__name__}; give a folder, a dataset or an array")
@@ -200,13 +248,19 @@ def _open_any(source: Any, config: DataConfig) -> ImageSource | ImageStream:
 def _open_array(pixels: np.ndarray, labels) -> ImageSource:
     if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4) or (pixels.ndim == 4 and pixels.shape[3] not in (1, 3)):
         raise DataError(f"images must be uint8 [n, height, width(, 1 or 3)], not {pixels.dtype} {list(pixels.shape)}")
-    if labels is not None:
-        labels = np.asarray(labels).astype(np.int64)
-        if labels.shape != pixels.shape[:1]:
-            raise DataError(f"{len(pixels)} images, but labels of shape {list(labels.shape)}")
+    labels = None if labels is None else _one_for_each(labels, len(pixels))
     if len(pixels) == 0:
         raise DataError("the array has no images")
     return ImageSource("this array", ArrayImages(pixels, labels), labels, has_labels=labels is not None)
+
+
+def _one_for_each(labels: Any, images: int) -> np.ndarray:
+    labels = np.asarray(labels)
+    if labels.shape != (images,):
+        raise DataError(f"{images} images, but labels of shape {list(labels.shape)}")
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise DataError(f"labels must be class numbers, not {labels.dtype}")
+    return labels.astype(np.int64)
 
 
 def _open_pairs(dataset: Any, name: str) -> ImageSource:

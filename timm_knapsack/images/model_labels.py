@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..maps.batches import images_of
 from ..slim.modes import eval_mode
 
 # Options of create_loader: the training split, as for training, but each image as the model sees it in evaluation.
@@ -34,7 +35,7 @@ class ModelLabels:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         device = next(self.model.parameters()).device
         for batch in self.loader:
-            images = (batch[0] if isinstance(batch, (tuple, list)) else batch).to(device)
+            images = images_of(batch).to(device)
             with eval_mode(self.model), torch.no_grad():
                 labels = self.model(images).argmax(dim=1)
             yield images, labels

@@ -186,6 +186,24 @@ class ArrayImages:
         return f"image {index} of the array"
 
 
+@dataclass(frozen=True)
+class ListImages:
+    """PIL images, or paths of image files, in a list."""
+
+    items: Sequence[Any]
+    labels: np.ndarray | None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def read(self, indices: Sequence[int]) -> list[tuple[Image.Image, int]]:
+        return [(decode(self.items[index], self.place(index)), label_of(self, index)) for index in indices]
+
+    def place(self, index: int) -> str:
+        item = self.items[index]
+        return str(item) if isinstance(item, str | os.PathLike) else f"image {index} of the list"
+
+
 def label_of(images: Any, index: int) -> int:
     return -1 if images.labels is None else int(images.labels[index])
 

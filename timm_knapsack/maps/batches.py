@@ -1,4 +1,7 @@
-"""Images out of whatever a loader gives: tensors, ``(images, labels)``, or the dicts of transformers and datasets."""
+"""THE adapter of batches: tensors, ``(images, labels)``, or the dicts that transformers and datasets give.
+
+Scoring, recovery, fine-tuning and evaluation all read batches through it, so that what works in one works in all.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import KnapsackError
+from ..errors import DataError, KnapsackError
 
 IMAGE_KEYS = ("pixel_values", "image", "images", "img")
 LABEL_KEYS = ("labels", "label")
@@ -20,23 +23,30 @@ def images_of(batch: Any) -> Tensor:
         >>> images_of({"pixel_values": torch.zeros(2, 3, 8, 8), "labels": torch.zeros(2)}).shape
         torch.Size([2, 3, 8, 8])
     """
-    if isinstance(batch, Mapping):
-        x = next((batch[key] for key in IMAGE_KEYS if key in batch), None)
-        found = f"a dict with the keys {', '.join(map(str, batch))}"
-    else:
-        x = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-        found = f"a {type(batch).__name__}"
-    if not isinstance(x, Tensor):
-        raise KnapsackError(
-            f"a batch is {found}, expected images, (images, labels), or a dict with pixel_values as a tensor"
+    x = _images(batch)
+    if x is None:
+        raise DataError(
+            f"a batch is {_kind(batch)}, expected images, (images, labels), or a dict with pixel_values as a tensor"
         )
     return x
+
+
+def targets_of(batch: Any) -> Tensor | None:
+    """The labels of one batch as they are, class indices or soft targets; None where it has none.
+
+    Example:
+        >>> import torch
+        >>> targets_of({"pixel_values": torch.zeros(2, 3, 8, 8), "labels": torch.tensor([1, 0])})
+        tensor([1, 0])
+    """
+    y = _part(batch, 1, LABEL_KEYS)
+    return y if isinstance(y, Tensor) else None
 
 
 def labels_of(batch: Any) -> Tensor | None:
     """The class indices of one batch, or None where it has none.
 
-    Soft targets and other things do not count, nor does -1, which `create_loader` gives images without a label.
+    Soft targets and other things do not count, nor does -1, which `image_loader` gives images without a label.
 
     Example:
         >>> import torch
@@ -45,12 +55,61 @@ def labels_of(batch: Any) -> Tensor | None:
         >>> labels_of((torch.zeros(2, 3, 8, 8), torch.tensor([-1, -1]))) is None
         True
     """
-    if isinstance(batch, Mapping):
-        y = next((batch[key] for key in LABEL_KEYS if key in batch), None)
-    else:
-        y = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    whole = isinstance(y, Tensor) and y.dim() == 1 and not y.is_floating_point() and y.dtype != torch.bool
+    y = targets_of(batch)
+    whole = y is not None and y.dim() == 1 and not y.is_floating_point() and y.dtype != torch.bool
     return y if whole and not (y < 0).any() else None
+
+
+def labelled(batch: Any) -> tuple[Tensor, Tensor]:
+    """``(images, targets)`` of one batch, for whoever can't do without labels.
+
+    Example:
+        >>> import torch
+        >>> labelled(torch.zeros(2, 3, 8, 8))
+        Traceback (most recent call last):
+        timm_knapsack.errors.DataError: a batch is a Tensor, expected (images, labels), or a dict with pixel_values ...
+    """
+    images, targets = _images(batch), targets_of(batch)
+    if images is None or targets is None:
+        raise DataError(
+            f"a batch is {_kind(batch)}, expected (images, labels), or a dict with pixel_values and labels, as tensors"
+        )
+    return images, targets
+
+
+def split_batch(batch: Any) -> tuple[Tensor, Tensor]:
+    """``(images, targets)`` of one batch, with targets of -1 where it has none.
+
+    Example:
+        >>> import torch
+        >>> split_batch({"pixel_values": torch.zeros(2, 3, 8, 8)})[1]
+        tensor([-1, -1])
+    """
+    images, given = images_of(batch), _part(batch, 1, LABEL_KEYS)
+    if given is None:
+        return images, torch.full((len(images),), -1)
+    if not isinstance(given, Tensor):
+        raise DataError(f"the labels of a batch must be a tensor, got {type(given).__name__}")
+    return images, given
+
+
+def _images(batch: Any) -> Tensor | None:
+    x = _part(batch, 0, IMAGE_KEYS) if isinstance(batch, (Mapping, tuple, list)) else batch
+    return x if isinstance(x, Tensor) else None
+
+
+def _part(batch: Any, position: int, keys: Iterable[str]) -> Any:
+    if isinstance(batch, Mapping):
+        return next((batch[key] for key in keys if key in batch), None)
+    return batch[position] if isinstance(batch, (tuple, list)) and len(batch) > position else None
+
+
+def _kind(batch: Any) -> str:
+    """What a batch is, in words."""
+    if isinstance(batch, Mapping):
+        return f"a dict with the keys {', '.join(map(str, batch))}"
+    inside = f" of {', '.join(type(x).__name__ for x in batch[:3])}" if isinstance(batch, (tuple, list)) else ""
+    return f"a {type(batch).__name__}{inside}"
 
 
 def image_batches(loader: Iterable | None, limit: int | None = None, device: Any = None) -> list[Tensor]:

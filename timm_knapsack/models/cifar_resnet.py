@@ -223,13 +223,25 @@ def _cfg(**kwargs) -> dict:
 
 
 # No weights are hosted under these names: `untrained` has neither a URL nor a Hub id.
-default_cfgs = generate_default_cfgs({f"cifar_resnet{depth}.untrained": _cfg() for depth in (20, 32, 44, 56, 110)})
+default_cfgs = generate_default_cfgs(
+    {f"cifar_resnet{variant}.untrained": _cfg() for variant in ("8x2", 20, 32, 44, 56, 110)}
+)
 
 
 def _create_cifar_resnet(variant: str, pretrained: bool, depth: int, **kwargs) -> CifarResNet:
     return build_model_with_cfg(
         CifarResNet, variant, pretrained, feature_cfg={"out_indices": (0, 1, 2, 3)}, depth=depth, **kwargs
     )
+
+
+@register_model
+def cifar_resnet8x2(pretrained: bool = False, **kwargs) -> CifarResNet:
+    """CIFAR ResNet-8, twice as wide as usual: 0.31 M parameters, 48.1 M MACs.
+
+    Trained in a minute on a CPU, and wide enough that there its time follows its MACs: the network of the quickstart.
+    """
+    kwargs = {"channels": (32, 64, 128), **kwargs}
+    return _create_cifar_resnet("cifar_resnet8x2", pretrained, depth=8, **kwargs)
 
 
 @register_model

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import pickle
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ from urllib.parse import urlparse
 
 import timm
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.models._hub import download_from_hf
 from torch import nn
@@ -83,6 +85,10 @@ class ModelSource:
             raise
         except OSError as error:
             raise KnapsackError(f"the weights of {self.name} can't be had: {_why(error)}") from error
+        except (SafetensorError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"the weights of {self.name} are damaged ({first_line(error)}): write or download them again"
+            ) from error
         except Exception as error:  # a folder may hold anything, and timm raises whatever comes of it
             if isinstance(error, (TypeError, AssertionError)):
                 raise KnapsackError(f"{self.name} can't be built with {dict(self.args)}: {error}") from error

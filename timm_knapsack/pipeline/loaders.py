@@ -1,15 +1,38 @@
 """The images of a job: one loader for each purpose, as the settings say."""
 
+from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, RecipeError
 from ..images.loaders import create_loader
 from ..images.model_labels import CALIBRATION, ModelLabels
+from ..images.tables import HUB_ID
 from ..values.valuation import CRITERIA
 
 PURPOSES = ("calibration", "recovery", "training", "evaluation")
 LABELS = {"auto": "auto", "data": "required", "model": "ignore"}  # of score.labels: labels of create_loader
 EVAL_BATCH = 64
+# Names of folders that say nothing about what is in them
+USUAL = ("images", "imgs", "data", "dataset", "train", "training", "val", "valid", "validation", "test")
+
+
+def public_name(source: Any) -> str:
+    """What records and cards call a source: an id of the Hub as it is, a local folder by its name alone.
+
+    Example:
+        >>> public_name("uoft-cs/cifar10"), public_name("/home/me/flowers/images")
+        ('uoft-cs/cifar10', 'flowers')
+    """
+    path = Path(str(source)).expanduser()
+    if not path.is_absolute() and not path.exists():
+        return str(source)
+    parts = [part for part in path.resolve().parts if part.lower() not in USUAL]
+    return parts[-1] if parts else path.name
+
+
+def on_the_hub(source: Any) -> bool:
+    """Is it the id of a dataset on the Hub, with its owner?"""
+    return not Path(str(source)).expanduser().exists() and HUB_ID.fullmatch(str(source)) and "/" in str(source)
 
 
 def open_loader(job: Any, purpose: str, **changes) -> Any:
@@ -20,21 +43,26 @@ def open_loader(job: Any, purpose: str, **changes) -> Any:
     source, reading["split"] = data.source, data.train_split
     if purpose == "calibration" and CRITERIA.find(settings.score.criterion).curves is not None:
         part = settings.score
-        reading |= {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size, "labels": "ignore"}
+        reading |= {**CALIBRATION, "limit": _least(part.images, data), "batch_size": part.batch_size}
+        reading["labels"] = "ignore"
     elif purpose == "calibration":
         return _labelled(job, source, {**reading, **changes})
     elif purpose == "recovery":
         part = settings.recover
-        reading |= {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size}
+        reading |= {**CALIBRATION, "limit": _least(part.images, data), "batch_size": part.batch_size}
         return _perhaps_labelled(job, source, {**reading, **changes})
     elif purpose == "training":
         part = settings.finetune
         reading |= {"training": True, "labels": "required", "augmentation": part.get("augmentation")}
-        reading["batch_size"] = int(part.get("batch_size", EVAL_BATCH))
+        reading |= {"batch_size": int(part.get("batch_size", EVAL_BATCH)), "limit": data.limit}
     else:
         source = data.eval_source or data.source
         reading |= {"split": data.eval_split, "batch_size": EVAL_BATCH, "labels": "required"}
     return create_loader(source, job["base"], **{**reading, **changes})
+
+
+def _least(images: int | None, data: Any) -> int | None:
+    return min((n for n in (images, data.limit) if n is not None), default=None)
 
 
 def _labelled(job: Any, source: Any, reading: dict[str, Any]) -> Any:
@@ -43,7 +71,8 @@ def _labelled(job: Any, source: Any, reading: dict[str, Any]) -> Any:
     if part.labels not in LABELS:
         raise RecipeError(f"score.labels is {part.labels!r}, expected {', '.join(LABELS)}")
     say_so = job.words.get("labels", "score.labels: model")
-    options = {**CALIBRATION, "limit": part.images, "batch_size": part.batch_size, "labels": LABELS[part.labels]}
+    options = {**CALIBRATION, "limit": _least(part.images, job.settings.data), "batch_size": part.batch_size}
+    options["labels"] = LABELS[part.labels]
     try:
         loader = create_loader(source, base, **{**options, **reading})
     except DataError as error:

@@ -50,7 +50,11 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class DataPart:
-    """Where the images are; splits and columns are found by themselves where they have usual names."""
+    """Where the images are; splits and columns are found by themselves where they have usual names.
+
+    Attributes:
+        limit: score, recover and train with this many images at most, a random choice; evaluation sees all of its own.
+    """
 
     source: str
     eval_source: str | None = None
@@ -62,6 +66,7 @@ class DataPart:
     root: str | None = None
     input_size: int | None = None
     num_workers: int = 0
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,10 +110,11 @@ class PrunePart:
 
 @dataclass(frozen=True)
 class RecoverPart:
-    """Closed-form recovery; 0 images for none."""
+    """Closed-form recovery; 0 images for none. ``refine``: then gradients on the same images, without labels."""
 
     images: int = 1024
     batch_size: int = 64
+    refine: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

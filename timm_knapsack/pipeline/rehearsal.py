@@ -9,6 +9,7 @@ import torch
 from ..channels.find_groups import find_channel_groups
 from ..costs.kinds import COSTS
 from ..models.model_source import ModelSource
+from ..pruning.budget import read_amounts
 from .recipe import Recipe, ScorePart, Settings
 from .stage import Job, run_stages
 from .stages import REHEARSAL, stages
@@ -57,8 +58,9 @@ def _rehearsed(recipe: Recipe) -> tuple[Settings, list[str]]:
     """The recipe's settings without what takes time or data, and notes about that."""
     asked, notes = dict(recipe.budget), []
     for kind in [COSTS[name] for name in asked if COSTS[name].needs_table]:
-        share = asked.pop(kind.name)
-        asked.setdefault("macs", share if isinstance(share, float) else 0.5)
+        amount = read_amounts(asked)[kind.name]
+        del asked[kind.name]
+        asked.setdefault("macs", amount.value if amount.fraction else 0.5)
         notes.append(f"nothing is measured: the budget of {kind.label} is taken as a fraction of the MACs")
     values = {
         **recipe.finetune, "epochs": 1, "warmup_epochs": 0, "output_dir": None, "trackers": (), "progress": False,

@@ -12,6 +12,7 @@ things run, and what has been made so far, each under a name:
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from ..models.model_source import ModelSource
 from ..pruning.result import LossLine
 from ..reports.run_record import RunRecord
 from ..training.config import FinetuneConfig
-from .loaders import open_loader
-from .progress import say, spinner
+from .loaders import open_loader, public_name
+from .progress import say, signs_of_life
 from .recipe import Settings, finetune_config
 
 
@@ -139,8 +140,8 @@ class Job:
         if self.source is None:
             self.source = self.settings.model.source()
         if data is not None:
-            self.data_name = self.data_name or str(data.source)
-            self.eval_name = self.eval_name or str(data.eval_source or data.source)
+            self.data_name = self.data_name or public_name(data.source)
+            self.eval_name = self.eval_name or public_name(data.eval_source or data.source)
             self.eval_split = self.eval_split or data.eval_split
 
     def __getitem__(self, name: str) -> Any:
@@ -155,7 +156,8 @@ class Job:
 
     def versions(self) -> Iterator[tuple[str, nn.Module]]:
         """The original and the student, as ("original", model), ("recovered", model) …"""
-        yield "original", self["base"]
+        if (base := self.get("base")) is not None:
+            yield "original", base
         student = self.get("student")
         if student is not None:
             yield student.what, student.model
@@ -191,7 +193,7 @@ def run_stages(stages: Sequence[Stage], job: Job) -> Job:
 def run_stage(stage: Stage, job: Job) -> None:
     """Run one stage and print its line."""
     start = time.monotonic()
-    with spinner(stage.name, show=job.is_main and not stage.bar):
+    with signs_of_life(stage.name, stage.bar, job.say) if job.is_main else nullcontext():
         figures = stage.run(job)
     if job.is_main:
         job.say(f"{stage.name}: {figures}, {time.monotonic() - start:.1f} s")

@@ -20,15 +20,17 @@ from ..costs.latency.network_timing import compare_latency
 from ..costs.latency.table import LatencyTable
 from ..errors import KnapsackError, TrainingError
 from ..human_numbers import human
+from ..models.model_source import ModelSource
 from ..pruning.budget import Budget
 from ..recovery.closed_form import recover_layers
+from ..recovery.refinement import refine_steps
 from ..reports.page import write_report
 from ..reports.run_record import RunRecord
 from ..slim.tensor_files import write_tensors
 from ..training.evaluation import evaluate
 from ..training.finetuning import finetune
 from ..values.valuation import CRITERIA, load_values, value_channels
-from .loaders import PURPOSES, count_images
+from .loaders import PURPOSES, count_images, on_the_hub
 from .measured_loss import collapse_warning, measure_loss
 from .recipe import finetune_config
 from .saving import save_run
@@ -66,6 +68,8 @@ def _train(job: Job) -> str:
     path = options.pop("weights")
     config = finetune_config({"distillation": {"kd_weight": 0, "ikd_weight": 0}, "freeze_bn_stats": False, **options})
     tuned = finetune(job["base"], None, job["training"], None, config, accelerator=job.accelerator)
+    if tuned.interrupted:  # what comes next would prune a network that has learnt little
+        raise TrainingError(f"stopped by a signal after update {tuned.updates}")
     write_tensors(path, job["base"].state_dict())
     job.source = replace(job.source, pretrained=False, weights=str(path))  # what was pruned, for whoever goes on
     return f"{config.epochs} epochs, {tuned.updates} updates"
@@ -113,6 +117,7 @@ def _prune(job: Job) -> str:
     again = job.get("recovery")  # what is refitted in the end is refitted on the way, too
     result = choose_in_steps(job["base"], job["scores"], budget, again, images=job.settings.recover.images, **options)
     student = Student(result.model, RunRecord.of_pruning(result, job.source.to_dict()), result=result)
+    student.record.add_curves(job["scores"], job["groups"], result.keep)
     if (loader := job.get("calibration")) is not None:  # recovery, where it follows, measures again
         student = student.measured(measure_loss(student.model, job["base"], loader, recovered=False))
     job.made["student"] = student
@@ -128,13 +133,21 @@ def _prune(job: Job) -> str:
 
 def _recover(job: Job) -> str:
     student, loader, images = job["student"], job["recovery"], job.settings.recover.images
-    fits = recover_layers(student.model, job["base"], loader, kept=student.kept, images=images)
+    fits = recover_layers(
+        student.model, job["base"], loader, kept=student.kept, images=images, accelerator=job.accelerator
+    )
     count = min(count_images(loader) or images, images)
+    how = f"recovered in closed form with {count} images"
+    if job.settings.recover.refine:
+        found = refine_steps(
+            student.model, job["base"], loader, kept=student.kept, images=images, accelerator=job.accelerator
+        )
+        how += f" and refined by {found.kept} gradient steps without labels"
     loss = measure_loss(student.model, job["base"], loader, recovered=True)
     pruning = student.record.pruning
-    if warning := collapse_warning(job.source.name, loss, pruning.get("group_losses") or {}):
+    if job.is_main and (warning := collapse_warning(job.source.name, loss, pruning.get("group_losses") or {})):
         job.say(f"warning: {warning}")
-    student = student.then("recovered", note=f"recovered in closed form with {count} images")
+    student = student.then("recovered", note=how)
     job.made["student"] = student.measured(loss)
     return f"{count} images, {sum(not fit.skipped for fit in fits)} layers, {loss}"
 
@@ -225,9 +238,15 @@ def _save(job: Job) -> str:
     for row in job.get("evaluations") or ():
         record.add_evaluation(row["what"], {key: value for key, value in row.items() if key != "what"}, job.eval_name)
     record.command = job.command or record.command
+    data = job.settings.data
+    used = [] if data is None else [data.source, data.eval_source]
+    said = {"datasets": [source for source in dict.fromkeys(used) if source and on_the_hub(source)]}
+    base = ModelSource(**record.base) if record.base else None
+    if base is not None and base.pretrained and base.weights is None and not base.is_folder:
+        said["base_model"] = True  # timm's own weights: timm says where they come from
     job.made["saved"], _ = save_run(
         student.savable, job.folder, record=record, evaluation=_card_rows(job, student),
-        notes=[*student.notes, *job.notes], **job.saving,
+        notes=[*student.notes, *job.notes], **{**said, **job.saving},
     )  # fmt: skip
     return str(job["saved"])
 
@@ -275,13 +294,13 @@ STAGES = {
         ),
         Stage("read scores", _read_scores, needs=("groups",), makes=("scores",), everywhere=True),
         Stage("prune", _prune, needs=("base", "groups", "scores"), uses=("table",), makes=("student",)),
-        Stage("recover", _recover, needs=("base", "student", "recovery"), makes=("student",)),
+        Stage("recover", _recover, needs=("base", "student", "recovery"), makes=("student",), everywhere=True),
         Stage(
             "finetune", _finetune, needs=("base", "student", "training"), uses=("evaluation",),
             makes=("student", "tuned"), everywhere=True, bar=True, resumes=True,
         ),
         Stage(
-            "evaluate", _evaluate, needs=("base", "evaluation"), uses=("student",), makes=("evaluations",),
+            "evaluate", _evaluate, needs=("evaluation",), uses=("base", "student"), makes=("evaluations",),
             everywhere=True,
         ),
         Stage("timing", _timing, needs=("base", "student")),
@@ -294,7 +313,8 @@ STAGES = {
 
 SCORE = ("model", "data", "groups", "score")
 PRUNE = ("model", "data", "groups", "score", "prune", "recover", "save")
-FINETUNE = ("finetune", "save")  # of a student, its teacher and loaders that are given
+RECOVER = ("data", "recover")  # of a student and its teacher that are given; then the first process saves
+FINETUNE = ("finetune", "evaluate")  # likewise, and of loaders that are given
 RUN = (*("model", "data", "groups", "latency", "score", "prune", "recover", "finetune", "evaluate", "save", "report"),)
 REHEARSAL = ("data", "score", "prune", "finetune")  # of a network and groups that are given
 QUICKSTART = (

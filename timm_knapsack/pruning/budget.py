@@ -16,7 +16,7 @@ class Budget:
     Args:
         table: what a cost needs beside the model: a LatencyTable measured on the device that the network is for.
             Several costs that need one get theirs from a mapping by their names.
-        amounts: ``macs``: a fraction of the original's MACs (``0.5``), or a number of MACs (``2.05e9``).
+        amounts: ``macs``: a fraction of the original's MACs (``0.5`` or ``"50%"``), or a number of MACs (``2.05e9``).
             ``params``: likewise for parameters. ``latency``: a fraction of the original's measured time, or a time such
             as ``"12ms"``; needs ``table``. ``activations``: a fraction of the peak of its maps, or a size such as
             ``"4MB"``. And whatever else `register_cost` has added.
@@ -94,6 +94,8 @@ def read_amounts(given: Mapping[str, Any]) -> dict[str, Amount]:
     Example:
         >>> read_amounts({"latency": "12ms"})
         {'latency': Amount(value=0.012, fraction=False)}
+        >>> read_amounts({"macs": "50%"})
+        {'macs': Amount(value=0.5, fraction=True)}
     """
     if not given:
         *names, last = COSTS
@@ -104,5 +106,18 @@ def read_amounts(given: Mapping[str, Any]) -> dict[str, Amount]:
             kind = COSTS.find(name)
         except BudgetError as error:
             raise BudgetError(f"budget {name}={value!r}: {error}") from None
-        amounts[name] = kind.parse(name, value)
+        amounts[name] = kind.parse(name, _without_percent(name, value))
     return amounts
+
+
+def _without_percent(name: str, value: Any) -> Any:
+    """``"50%"`` is 0.5, for every cost; what is no percentage stays as it is."""
+    if not isinstance(value, str) or not value.rstrip().endswith("%"):
+        return value
+    try:
+        percent = float(value.rstrip()[:-1])
+    except ValueError:
+        raise BudgetError(f"budget {name}={value!r} is not a number; give a part of the original, as 50%") from None
+    if not 0 < percent <= 100:
+        raise BudgetError(f"budget {name}={value!r}: give more than 0% and at most 100% of the original")
+    return percent / 100

@@ -16,6 +16,7 @@ from ..errors import BudgetError
 from ..slim.channel_config import ChannelConfig, model_name
 from ..slim.channel_groups import ChannelGroups
 from ..slim.cutting import channel_config_of, kept_indices, kept_outputs, slice_model
+from ..slim.example_inputs import own_image_size
 from ..slim.kept_channels import composed
 from ..values.group_values import GroupValues, Ladder
 from ..values.scores import Scores
@@ -180,11 +181,17 @@ def _layers(groups: ChannelGroups, keep: Mapping[str, Tensor]):
         yield LayerLine(param.rsplit(".", 1)[0], size, size if index is None else len(index))
 
 
+def _seen_args(model: nn.Module) -> dict[str, Any]:
+    """Arguments of create_model that can be read off the model."""
+    size = own_image_size(model)
+    return {} if size is None else {"img_size": size[0] if size[0] == size[1] else size}
+
+
 def _config(model: nn.Module, groups: ChannelGroups, keep, base_args) -> ChannelConfig:
     """The config from the original base, also when the model had been pruned before."""
     earlier = getattr(model, "channel_config", None)
     if not isinstance(earlier, ChannelConfig):
-        return channel_config_of(groups, keep, model_name(model), base_args)
+        return channel_config_of(groups, keep, model_name(model), {**_seen_args(model), **(base_args or {})})
     new = channel_config_of(groups, keep, earlier.base, earlier.base_args)
 
     def merged(old, new):

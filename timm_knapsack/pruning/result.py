@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..costs.cost import LayerCost
+from ..human_numbers import COST_COLUMNS, cost_text, human
+from ..human_tables import html_table
 from ..slim.channel_config import ChannelConfig
 
 
@@ -100,15 +102,25 @@ class PruneReport:
         return next(line for line in self.costs if line.name == name)
 
     def __str__(self):
-        rows = [f"{'cost':<10}{'original':>14}{'asked':>14}{'counted':>14}{'left':>9}"]
+        rows = [f"{'cost':<10}{'original':>10}{'asked':>10}{'counted':>10}{'left':>8}"]
         for c in self.costs:
-            asked = "" if c.asked is None else f"{c.asked:.6g}"
-            rows.append(f"{c.name:<10}{c.original:>14.6g}{asked:>14}{c.counted:>14.6g}{c.counted / c.original:>9.1%}")
+            _, original, asked, counted, left, _ = cost_text(asdict(c))
+            asked = "" if c.asked is None else asked
+            rows.append(f"{c.name:<10}{original:>10}{asked:>10}{counted:>10}{left:>8}")
             if c.measured is not None:
+                original, measured = human(c.original_measured, c.unit), human(c.measured, c.unit)
                 left = c.measured / c.original_measured
-                rows.append(f"{'  measured':<10}{c.original_measured:>14.6g}{'':>14}{c.measured:>14.6g}{left:>9.1%}")
+                rows.append(f"{'  measured':<10}{original:>10}{'':>10}{measured:>10}{left:>8.1%}")
         rows.append(self.outcome)
         return "\n".join(rows)
+
+    def __repr__(self):
+        left = ", ".join(f"{c.name} {c.counted / c.original:.1%}" for c in self.costs)
+        return f"PruneReport({self.model}: {left} left)"
+
+    def _repr_html_(self) -> str:
+        rows = [cost_text(asdict(c)) for c in self.costs]
+        return html_table(f"{self.model}, pruned", COST_COLUMNS, rows, self.outcome)
 
     @property
     def _more(self) -> str:
@@ -147,3 +159,13 @@ class PruneResult:
     channel_config: ChannelConfig
     report: PruneReport
     kept_channels: dict[str, Tensor]
+
+    def __repr__(self):
+        left = ", ".join(f"{c.name} {c.counted / c.original:.1%}" for c in self.report.costs)
+        return f"PruneResult({self.report.model}: {left} left; {self.report.outcome.partition(';')[0]})"
+
+    def _repr_html_(self) -> str:
+        layers = [line for line in self.report.layers if line.kept < line.original]
+        rows = [[line.name, line.original, line.kept, f"{line.kept / line.original:.0%}"] for line in layers]
+        title = f"{len(layers)} of {len(self.report.layers)} layers are thinner"
+        return self.report._repr_html_() + html_table(title, ["layer", "original", "kept", "left"], rows)

@@ -7,7 +7,6 @@ are plain HTML, so that they can be read on a phone.
 import os
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import KnapsackError, first_line
 from ..files.atomic import write_text
-from ..human_numbers import cost_text, human
+from ..human_numbers import COST_COLUMNS, cost_text, human
 from ..models.foreign_config import check_arguments, check_pretrained_cfg, read_saved_config
 from ..models.rebuild import base_on_meta
 from ..slim.channel_config import ChannelConfig
 from ..slim.cutting import resize_model
-from .pictures import EXTRA, FAINT, GONE, KEPT, chart, draw_kept_channels
+from .charts import can_draw, draw_charts, figure, sweep_chart
 from .run_record import RunRecord
 
 STYLE = Path(__file__).with_name("report.css")
@@ -112,13 +111,17 @@ def _macs_by_stage(model, size: Sequence[int]) -> dict[str, int]:
 
 def _page(record: RunRecord, stages: list[dict[str, Any]], out: Path) -> tuple[str, list[Path]]:
     pruning = record.pruning
-    charts, pictures = _charts(record, out)
+    figures, pictures = draw_charts(record, out)
+    rows = accuracy_rows(record)
+    both = "".join(figures.get(name, "") for name in ("accuracy", "training"))
+    if not can_draw():
+        both = "<p>Charts need matplotlib: pip install 'timm-knapsack[report]'</p>"
     sections = [
         _section("Asked, counted, measured", _cost_table(record), _cost_note(pruning)),
-        _section("Accuracy", _accuracy_table(record.evaluations)) if record.evaluations else "",
-        _section("Training and trade-off", f'<div class="charts">{charts}</div>', _sweep_note(record))
-        if charts
-        else "",
+        _section("Accuracy", _accuracy_table(rows)) if rows else "",
+        _section("Accuracy against MACs", *_sweep_parts(record.sweep, figures.get("sweep"))) if record.sweep else "",
+        _section("Fine-tuning", _charts_of(both)) if both else "",
+        _section("What each width would cost", _charts_of(figures["curves"])) if "curves" in figures else "",
         _section("MACs of each stage", _legend() + _bars(_stage_rows(stages))) if stages else "",
         _section("Output channels of each layer", _legend() + _bars(_layer_rows(pruning["layers"]))),
         _section("How it was made", _details(record)),
@@ -126,13 +129,17 @@ def _page(record: RunRecord, stages: list[dict[str, Any]], out: Path) -> tuple[s
     title = f"{pruning['model']}, pruned"
     command = f"<p><code>{escape(record.command)}</code></p>" if record.command else ""
     body = f"<header><h1>{escape(title)}</h1>{command}{_cards(record)}</header>" + "".join(sections)
+    return _document(title, body), pictures
+
+
+def _document(title: str, body: str) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
         f"<title>{escape(title)}</title><style>\n{STYLE.read_text(encoding='utf-8')}</style></head>\n"
         f"<body><main>{body}</main></body></html>\n"
-    ), pictures
+    )
 
 
 def _section(title: str, *parts: str) -> str:
@@ -141,7 +148,7 @@ def _section(title: str, *parts: str) -> str:
 
 def _cards(record: RunRecord) -> str:
     cards = []
-    first, last = _ends(record.evaluations)
+    first, last = _ends(accuracy_rows(record))
     if first and last:
         cards.append(("top-1", f"{last['top1']:.2f} %", f"was {first['top1']:.2f} %"))
     elif last:
@@ -157,6 +164,17 @@ def _cards(record: RunRecord) -> str:
     return f'<div class="cards">{"".join(cells)}</div>'
 
 
+def accuracy_rows(record: RunRecord) -> list[dict[str, Any]]:
+    """What was evaluated; where nothing was, what pruning saw on the images it was given, if they have labels."""
+    loss = record.pruning.get("loss") or {}
+    if record.evaluations or loss.get("top1_before") is None:
+        return record.evaluations
+    about = {"samples": loss["images"], "data": "the images given, which the refit has seen"}
+    after = "recovered" if loss["recovered"] else "pruned"
+    found = {"original": loss["top1_before"], after: loss["top1_after"]}
+    return [{"what": what, "top1": top1, **about} for what, top1 in found.items()]
+
+
 def _ends(rows: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
     first = next((row for row in rows if row["what"] == "original"), None)
     last = next((row for row in reversed(rows) if row["what"] != "original"), None)
@@ -168,20 +186,33 @@ def _cost_table(record: RunRecord) -> str:
     time = record.latency
     if time and not any(line["unit"] == "s" for line in record.pruning["costs"]):
         share = f"{human(time['pruned'], 's')} ({time['pruned'] / time['original']:.1%})"
-        where = f"time, batch {time['batch_size']}, {time.get('device', '')}, {time.get('threads', '?')} threads"
+        where = f"time, batch {time['batch_size']}, {time.get('device', '')}, {_threads(time.get('threads'))}"
         rows.append([where, human(time["original"], "s"), "–", "–", "–", share])
-    return _table(("cost", "original", "asked", "counted", "left", "measured"), rows)
+    return _table(COST_COLUMNS, rows)
+
+
+def _threads(count: int | None) -> str:
+    return "? threads" if count is None else f"{count} thread{'s' if count > 1 else ''}"
 
 
 def _cost_note(pruning: Mapping[str, Any]) -> str:
-    if not pruning.get("total_value"):
+    """How good the choice is, and how sure that is: what the solver has proved, in words."""
+    value, bound, whole = pruning["value"], pruning.get("upper_bound"), pruning.get("total_value")
+    if pruning.get("predicted_loss") is not None:
+        note = f"Predicted from the curves below, group by group, this choice loses {pruning['predicted_loss']:.3g}"
+        possible = None if bound is None else f"{max(0.0, -bound):.3g}"
+        less = "lose less"
+    elif whole:
+        note = f"This choice keeps {value / whole:.2%} of the importance of all channels"
+        possible = None if bound is None else f"{bound / whole:.2%}"
+        less = "keep more"
+    else:
         return ""
-    value, bound = pruning["value"], pruning.get("upper_bound")
-    note = f"Importance kept: {value / pruning['total_value']:.2%}. The last knapsack's value is {value:.6g}"
-    if bound is not None:  # an infinite one is null in JSON
-        gap = max(bound - value, 0)
-        note += f"; no choice at the final widths' costs could exceed {bound:.6g} (a gap of {gap:.2g})"
-    return f"<p>{note}.</p>"
+    if possible is None:  # an infinite bound is null in JSON
+        return f"<p>{note}.</p>"
+    if bound - value <= 1e-6 * max(abs(value), 1e-12):
+        return f"<p>{note}. No other choice at this cost would {less}: the solver has proved it.</p>"
+    return f"<p>{note}. No choice at this cost can do better than {possible}: the solver has proved it.</p>"
 
 
 def _accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -237,13 +268,44 @@ def _bars(rows: Sequence[tuple[str, float, float, str]]) -> str:
     return f'<div class="bars">{"".join(lines)}</div>'
 
 
-def _sweep_note(record: RunRecord) -> str:
-    if not record.sweep:
-        return ""
-    return (
-        "<p>Accuracy against MACs: every point was measured on the same images. The original on smaller images is "
-        "the baseline that costs nothing to make.</p>"
-    )
+def _charts_of(*figures: str) -> str:
+    return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def _sweep_parts(rows: Sequence[Mapping[str, Any]], figure: str | None) -> tuple[str, ...]:
+    """Chart, table and a note about them."""
+    whole = next((row["macs"] for row in rows if row["kind"] == "original"), None)
+    cells = [
+        [
+            row["what"] if row["what"] == row["kind"] else f"{row['kind']}, {row['what']}", human(row["macs"]),
+            f"{row['macs'] / whole:.1%}" if whole else "–", f"{row['top1']:.2f} %",
+        ]
+        for row in sorted(rows, key=lambda row: -row["macs"])
+    ]  # fmt: skip
+    note = "<p>Every point was measured on the same images.</p>"
+    if any(row["kind"] == "original, smaller images" for row in rows):
+        note = note.replace("</p>", " The original on smaller images is the baseline that costs nothing to make.</p>")
+    return _charts_of(figure) if figure else "", _table(("network", "MACs", "left", "top-1"), cells), note
+
+
+def write_sweep_page(rows: Sequence[Mapping[str, Any]], out: str | os.PathLike, title: str) -> Path:
+    """A page of a sweep alone: one network at several budgets.
+
+    Args:
+        rows: as `RunRecord.sweep` has them: mappings with what, kind, macs and top1.
+        out: folder for ``sweep.html`` and, where matplotlib is installed, ``accuracy_macs.png``.
+
+    Example:
+        >>> points = [{"what": "original", "kind": "original", "macs": 4e7, "top1": 91.7}]
+        >>> points += [{"what": "50%", "kind": "pruned and recovered", "macs": 2e7, "top1": 87.4}]
+        >>> write_sweep_page(points, "pages", "resnet20 at several budgets").name
+        'sweep.html'
+    """
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    drawn = figure(sweep_chart(rows), out / "accuracy_macs.png") if rows and can_draw() else ""
+    body = f"<header><h1>{escape(title)}</h1></header>{_section('Accuracy against MACs', *_sweep_parts(rows, drawn))}"
+    return write_text(out / "sweep.html", _document(title, body))
 
 
 def _details(record: RunRecord) -> str:
@@ -264,67 +326,3 @@ def _details(record: RunRecord) -> str:
         )
     rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items() if value)
     return f"<dl>{rows}</dl>"
-
-
-# ---- charts -------------------------------------------------------------------------------------------------------
-
-
-def _charts(record: RunRecord, out: Path) -> tuple[str, list[Path]]:
-    if find_spec("matplotlib") is None:
-        return "<p>Charts need matplotlib: pip install 'timm-knapsack[report]'</p>", []
-    pictures = [out / "kept_channels.png", out / "kept_channels.svg"]
-    for path in pictures:
-        draw_kept_channels(record.pruning["layers"], path)
-    charts = []
-
-    def add(file: str, caption: str, series: list[dict[str, Any]], **options) -> None:
-        path = out / file
-        svg = chart(series, title=caption, path=path, **options)
-        pictures.append(path)
-        charts.append(f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>")
-
-    history = record.finetune.get("history") or []
-    if len(history) > 1:
-        steps = [row["update"] for row in history]
-        names = {
-            "total": ("total", KEPT),
-            "ce": ("cross-entropy", GONE),
-            "kd": ("KD", EXTRA),
-            "ikd": ("inner KD", FAINT),
-        }
-        series = [
-            {"x": steps, "y": [row[key] for row in history], "label": label, "color": color}
-            for key, (label, color) in names.items()
-            if any(row.get(key) for row in history)
-        ]
-        caption = "Loss terms in fine-tuning (KD and inner KD without their weights)"
-        add("training.png", caption, series, x_label="update", y_label="loss", log_y=True)
-    tested = record.finetune.get("evaluations") or []
-    if tested:
-        series = [
-            {
-                "x": [r["epoch"] for r in tested],
-                "y": [r["top1"] for r in tested],
-                "label": "fine-tuned",
-                "style": "both",
-            }
-        ]
-        first, _ = _ends(record.evaluations)
-        if first:
-            ends = [tested[0]["epoch"], max(tested[-1]["epoch"], tested[0]["epoch"] + 1)]
-            series.append({"x": ends, "y": [first["top1"]] * 2, "label": "original", "color": FAINT})
-        add("accuracy.png", "Accuracy after each epoch of fine-tuning", series, x_label="epoch", y_label="top-1, %")
-    if record.sweep:
-        kinds = list(dict.fromkeys(row["kind"] for row in record.sweep))
-        markers, series = dict(zip(kinds, "*Dos^v", strict=False)), []
-        for kind in kinds:
-            rows = sorted((row for row in record.sweep if row["kind"] == kind), key=lambda row: row["macs"])
-            series.append(
-                {
-                    "x": [row["macs"] / 1e6 for row in rows], "y": [row["top1"] for row in rows], "label": kind,
-                    "style": "both" if len(rows) > 1 else "points", "marker": markers.get(kind, "o"),
-                    "names": [row["what"] for row in rows] if len(rows) > 1 else [],
-                }
-            )  # fmt: skip
-        add("accuracy_macs.png", "Accuracy against MACs", series, x_label="million MACs", y_label="top-1, %")
-    return "".join(charts), pictures

@@ -67,12 +67,17 @@ def chart(
     y_label: str,
     title: str,
     log_y: bool = False,
+    percent: bool = False,
+    arrow: Sequence[tuple[float, float]] | None = None,
     path: str | os.PathLike | None = None,
 ) -> str:
     """Lines or points as inline SVG that takes the colours of its page; with ``path`` also as a picture.
 
     Args:
-        series: mappings with x, y, label, and optionally color, style ("line", "points", "both") and names of points.
+        series: mappings with x, y, label, and optionally color, style ("line", "points", "both"), marker, size, and
+            names of points, which are left out where there is no room for them.
+        percent: the y axis is in percent and ends at 100.
+        arrow: from one point to another.
     """
     matplotlib, Figure = _pyplot()
     settings = {
@@ -86,13 +91,14 @@ def chart(
             color = one.get("color", (KEPT, GONE, EXTRA, FAINT)[number % 4])
             style = one.get("style", "line")
             axes.plot(
-                one["x"], one["y"], label=one["label"], color=color, linewidth=1.6,
+                one["x"], one["y"], label=one["label"] or "_", color=color, linewidth=1.6,
                 linestyle="none" if style == "points" else "-",
                 marker=one.get("marker", "o") if style != "line" else None,
-                markersize=5,
+                markersize=one.get("size", 5), clip_on=not percent, zorder=3,
             )  # fmt: skip
-            for x, y, name in zip(one["x"], one["y"], one.get("names", ()), strict=False):
-                axes.annotate(name, (x, y), xytext=(4, -9), textcoords="offset points", fontsize=8)
+        if arrow is not None:
+            style = {"arrowstyle": "->", "color": FAINT, "connectionstyle": "arc3,rad=0.06", "shrinkA": 6, "shrinkB": 9}
+            axes.annotate("", arrow[1], xytext=arrow[0], arrowprops=style)
         if log_y and all(value > 0 for one in series for value in one["y"]):
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
@@ -102,14 +108,51 @@ def chart(
         axes.set_ylabel(y_label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(True, color=FAINT, alpha=0.25, linewidth=0.6)
-        if len(series) > 1:
-            axes.legend(frameon=False, fontsize=9)
+        if percent:
+            low = min(value for one in series for value in one["y"])
+            axes.set_ylim(max(0.0, low - 0.15 * (100 - low) - 0.5), 100)
+        if sum(bool(one["label"]) for one in series) > 1:
+            place = {"loc": "outside upper left", "ncols": 2}
+            figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=9, **place)
+        _name_points(figure, axes, series)
         if path is not None:
             with replacing_file(path) as new:
                 figure.savefig(new, dpi=140, facecolor="white")
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     return _inline(text.getvalue(), title)
+
+
+# Where the name of a point may stand: offset in points, and what of it is nearest to the point.
+PLACES = (
+    *(((5, -4), "left", "top"), ((5, 4), "left", "bottom"), ((-5, 4), "right", "bottom"), ((-5, -4), "right", "top")),
+)
+
+
+def _name_points(figure: Any, axes: Any, series: Sequence[Mapping[str, Any]]) -> None:
+    """Write names beside points, each where it covers neither a point nor another name; else not at all."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.transforms import Bbox
+
+    named = [(x, y, n) for one in series for x, y, n in zip(one["x"], one["y"], one.get("names", ()), strict=False)]
+    if not named:
+        return
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # the layout is known from here on
+    renderer, inside = canvas.get_renderer(), axes.get_window_extent()
+    dots = [axes.transData.transform(p) for one in series for p in zip(one["x"], one["y"], strict=True)]
+    taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
+    for x, y, name in named:
+        for offset, side, edge in PLACES:
+            words = axes.annotate(
+                name, (x, y), xytext=offset, textcoords="offset points", ha=side, va=edge, fontsize=8
+            )  # fmt: skip
+            box = words.get_window_extent(renderer)
+            whole = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+            if whole and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            words.remove()
 
 
 def _inline(svg: str, title: str) -> str:

@@ -27,6 +27,8 @@ class RunRecord:
         latency: measured seconds: ``{"original", "pruned", "batch_size", "threads", "device"}``.
         sweep: rows of accuracy against MACs: ``{"what", "macs", "top1", "kind"}``; kind "pruned", "original" or
             "baseline".
+        curves: what each width of a group would cost, where value curves were measured: ``{group: {"size", "counts",
+            "loss", "chosen"}}``, at some of the widths.
         command: how it was made.
 
     Example:
@@ -45,6 +47,7 @@ class RunRecord:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     latency: dict[str, Any] = field(default_factory=dict)
     sweep: list[dict[str, Any]] = field(default_factory=list)
+    curves: dict[str, dict[str, Any]] = field(default_factory=dict)
     command: str = ""
 
     @classmethod
@@ -52,6 +55,22 @@ class RunRecord:
         """From a `PruneResult`."""
         kept = {name: index.tolist() for name, index in result.kept_channels.items()}
         return cls(dict(base or {}), result.report.to_dict(), kept, **more)
+
+    def add_curves(self, values: Any, groups: Any, keep: Mapping[str, Any], most: int = 33) -> None:
+        """From `ValueCurves` and the units that stay; at most ``most`` widths of each group are kept."""
+        if not values.is_loss:
+            return
+        for group in groups:
+            rungs = values.ladder(group)
+            last, chosen = len(rungs.counts) - 1, len(keep[group.name])
+            at = {round(i * last / (most - 1)) for i in range(most)}
+            at = sorted(at | {i for i, count in enumerate(rungs.counts) if count == chosen})
+            self.curves[group.name] = {
+                "size": group.size,
+                "counts": [int(rungs.counts[i]) for i in at],
+                "loss": [max(0.0, -float(rungs.value[i])) for i in at],
+                "chosen": chosen,
+            }
 
     def add_finetuning(self, config: Any, result: Any) -> None:
         """From a `FinetuneConfig` and a `FinetuneResult`."""

@@ -75,6 +75,10 @@ class ChannelConfig:
         object.__setattr__(self, "base_args", _frozen_base_args(self.base_args))
         object.__setattr__(self, "kept", _frozen_kept(self.kept, self.widths))
 
+    def __repr__(self):
+        name = "" if self.name is None else f", name={self.name!r}"
+        return f"ChannelConfig({self.base!r}, {len(self.widths)} tensors resized{name})"
+
     def __hash__(self):
         return hash(self.to_json())
 

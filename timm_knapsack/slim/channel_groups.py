@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ..errors import KeepError
+from ..human_numbers import human
+from ..human_tables import html_table
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class ChannelGroup:
 
     def __repr__(self):
         return f"ChannelGroup({self.name!r}, size={self.size}, slices={len(self.slices)})"
+
+    @property
+    def makers(self) -> str:
+        """The layers that make these channels, in words, the first three by name."""
+        names = [s.param.rsplit(".", 1)[0] for s in self.slices if s.role == "out"]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,12 @@ class ChannelGroups(Sequence):
     def __repr__(self):
         units, frozen = sum(g.size for g in self), len(self.frozen)
         return f"ChannelGroups({len(self.groups)} groups, {units} units, {frozen} frozen, verified: {self.verified})"
+
+    def _repr_html_(self) -> str:
+        rows = [[group.name, group.size, group.makers] for group in self]
+        frozen = f"frozen: {', '.join(self.frozen)}" if self.frozen else ""
+        title = f"{len(self)} channel groups, {human(self.macs())} MACs"
+        return html_table(title, ["group", "units", "layers that make it"], rows, frozen[:200])
 
     @property
     def sizes(self) -> list[int]:

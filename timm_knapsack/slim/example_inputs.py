@@ -14,9 +14,8 @@ def example_input(model: nn.Module, input_size=None, batch_size: int = 1) -> tup
     if input_size is None:
         config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
         input_size = config.get("input_size") if isinstance(config, Mapping) else getattr(config, "input_size", None)
-        # An image size given to create_model wins over the config's.
-        grid = getattr(getattr(model, "patch_embed", None), "img_size", None)
-        if input_size is not None and grid is not None and tuple(grid) != tuple(input_size[1:]):
+        grid = own_image_size(model)
+        if input_size is not None and grid is not None:
             input_size = (input_size[0], *grid)
     if input_size is None:
         raise TraceError(
@@ -28,6 +27,21 @@ def example_input(model: nn.Module, input_size=None, batch_size: int = 1) -> tup
     if channels is not None and size[0] != channels:
         size = (channels, *size[1:])
     return (batch_size, *size)
+
+
+def own_image_size(model: nn.Module) -> tuple[int, int] | None:
+    """``(height, width)`` that a timm model was created for (``img_size=…``) where its config says another.
+
+    Example:
+        >>> own_image_size(timm.create_model("test_vit", img_size=96)), own_image_size(timm.create_model("test_vit"))
+        ((96, 96), None)
+    """
+    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
+    usual = config.get("input_size") if isinstance(config, Mapping) else getattr(config, "input_size", None)
+    grid = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if usual is None or grid is None or tuple(grid) == tuple(usual[1:]):
+        return None
+    return tuple(int(n) for n in grid)
 
 
 def example_dtype(model: nn.Module) -> torch.dtype:

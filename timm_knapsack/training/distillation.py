@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import TrainingError
+from ..maps.batches import images_of
 from ..maps.distance import output_distance
 from ..maps.taps import Tap, find_taps, listen
 from ..slim.kept_channels import kept_of
@@ -268,7 +269,7 @@ class DistillationModule(nn.Module):
         With ``ikd_init="selection"`` every ``M_l`` has its values already, and keeps them.
 
         Args:
-            batches: images, or tuples that begin with images.
+            batches: images, ``(images, labels)`` or dicts with pixel_values.
             reduce: sums a tensor over all processes, so that each gets the same solution.
 
         Returns:
@@ -278,8 +279,7 @@ class DistillationModule(nn.Module):
         to_fit = self._channel_dim if self.config.ikd_init == "ridge" else {}
         distance = torch.zeros(2, dtype=torch.float64, device=_exact_device(next(self.student.parameters())))
         for batch in batches:
-            images = batch[0] if isinstance(batch, (tuple, list)) else batch
-            images = images.to(next(self.student.parameters()).device)
+            images = images_of(batch).to(next(self.student.parameters()).device)
             with eval_mode(self.student, self.teacher):
                 teacher_logits, teacher_maps = self._run(self.teacher, images)
                 logits, maps = self._run(self.student, images)

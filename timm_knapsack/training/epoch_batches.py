@@ -6,7 +6,7 @@ loader owns. A run that starts in the middle therefore draws the same numbers as
 position is reached depends on the loader:
 
 - timm_knapsack's own loaders (``image_data``) skip without reading: their images depend on (seed, epoch, index) only;
-- a list of ``(images, labels)`` is indexed;
+- a list of batches is indexed;
 - any loader or dataset with ``set_epoch`` promises the same, and is skipped through Accelerate;
 - any other ``DataLoader`` or iterable is replayed: the skipped batches are loaded again and thrown away, so that
   augmentation with global random numbers comes out the same. The exception is ``persistent_workers=True``: such workers
@@ -19,7 +19,7 @@ taken to yield global batches, and each process uses its share of the rows.
 import hashlib
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import TrainingError
 from ..images.sampling import EpochLoader, resume_at
-from ..maps.batches import LABEL_KEYS, images_of
+from ..maps.batches import split_batch
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class EpochBatches:
     """A loader, prepared for this process, that gives the batches of a chosen epoch from a chosen position.
 
     Args:
-        loader: a ``DataLoader``, a list of ``(images, labels)``, or any iterable of them.
+        loader: a ``DataLoader``, a list of batches, or any iterable of them: ``(images, labels)`` or dicts.
         accelerator: places batches on the device and divides them among processes.
         seed: of the whole run.
         length: batches of an epoch, where the loader has no length or fewer are wanted.
@@ -142,25 +142,6 @@ class EpochBatches:
             images, targets = (part[process * rows : (process + 1) * rows] for part in (images, targets))
         device = self.accelerator.device
         return images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-
-
-def split_batch(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(images, labels)`` of a batch; labels of -1 where it has none.
-
-    Example:
-        >>> split_batch({"pixel_values": torch.zeros(2, 3, 8, 8)})[1]
-        tensor([-1, -1])
-    """
-    images = images_of(batch)
-    if isinstance(batch, Mapping):
-        targets = next((batch[key] for key in LABEL_KEYS if key in batch), None)
-    else:
-        targets = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    if targets is None:
-        return images, torch.full((len(images),), -1)
-    if not isinstance(targets, torch.Tensor):
-        raise TrainingError(f"the labels of a batch must be a tensor, got {type(targets).__name__}")
-    return images, targets
 
 
 def _layers(loader: Any) -> Iterator[Any]:

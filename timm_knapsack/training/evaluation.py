@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from ..errors import DataError, TrainingError
+from ..maps.batches import split_batch
 from ..maps.distance import output_distance
 from ..slim.modes import eval_mode
-from .epoch_batches import split_batch
 
 
 def evaluate(

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import ScoreError, first_line
 from ..files.plain_json import shortened
+from ..human_tables import html_table
 from ..slim.channel_groups import ChannelGroup, ChannelGroups
 from ..slim.tensor_files import write_tensors
 from .group_values import GroupValues, Ladder
@@ -102,6 +103,14 @@ class ValueCurves(dict, GroupValues):
 
     def __repr__(self):
         return f"ValueCurves({len(self)} groups of {self.model or 'a model'}, {self.samples} images)"
+
+    def _repr_html_(self) -> str:
+        shares, rows = (0.75, 0.5, 0.25), []
+        for name, curve in self.items():
+            losses = curve.losses()
+            rows.append([name, curve.size, *(f"{losses[max(1, round(s * curve.size))]:.2g}" for s in shares)])
+        head = ["group", "units", *(f"loss with {s:.0%} kept" for s in shares)]
+        return html_table(repr(self), head, rows)
 
     def loss_of(self, value: float) -> float:
         """Minus the value is a sum of powers of losses.

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from ..errors import ScoreError
+from ..errors import DataError, ScoreError
+from ..maps.batches import labelled
 from ..slim.channel_config import model_name
 from ..slim.channel_groups import ChannelGroups
 from ..slim.copying import named_tensors
@@ -43,7 +44,8 @@ def taylor_scores(
     give the numbers of one: pass an unprepared loader and the accelerator, each process takes its share of the batches.
 
     Args:
-        loader: yields ``(images, labels)``, or whatever ``loss_fn`` takes; labels are class indices or soft targets.
+        loader: yields ``(images, labels)``, dicts of them, or whatever ``loss_fn`` takes; labels are class indices or
+            soft targets.
         criterion: abs, sum, taylor_bn, magnitude, random, or one that `register_criterion` added.
         per_sample: take the expectation over single images instead of batches: exact, and slower.
         loss_fn: ``loss_fn(model, batch) -> scalar``, instead of cross entropy.
@@ -121,15 +123,14 @@ def _cross_entropy(model: nn.Module, batch) -> Tensor:
     return F.cross_entropy(output[0] if isinstance(output, (tuple, list)) else output, batch[1])
 
 
-def _check_labelled(batch) -> None:
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2 or not all(isinstance(x, Tensor) for x in batch[:2]):
-        raise ScoreError(
-            f"a batch is a {type(batch).__name__}, expected (images, labels); for others pass "
-            "loss_fn=lambda model, batch: …"
-        )
-    labels = batch[1]
+def _labelled(batch) -> tuple[Tensor, Tensor]:
+    try:
+        images, labels = labelled(batch)
+    except DataError as error:
+        raise ScoreError(f"{error}; for others pass loss_fn=lambda model, batch: …") from None
     if not labels.is_floating_point() and labels.numel() and int(labels.min()) < 0:
         raise ScoreError("the data has no labels; scores need labelled images, or a loss_fn that needs none")
+    return images, labels
 
 
 @contextmanager
@@ -158,7 +159,7 @@ def _accumulate(model, parameters, sums, loader, accelerator, per_sample, loss_f
     for batch in _with_progress(_share(loader, rank, world), progress if rank == 0 else False):
         batch = _map_tensors(lambda x: x.to(device), batch)
         if loss_fn is _cross_entropy:
-            _check_labelled(batch)
+            batch = _labelled(batch)
         n = _batch_size(batch)
         try:
             add(model, parameters, sums, batch, n, loss_fn)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import ScoreError
 from ..files.plain_json import shortened
+from ..human_tables import html_table
 from ..slim.channel_groups import ChannelGroup, ChannelGroups
 from ..slim.tensor_files import write_tensors
 from .group_values import GroupValues, Ladder
@@ -31,6 +32,14 @@ class Scores(dict, GroupValues):
     def __init__(self, values: Mapping[str, Tensor], *, criterion="", model="", data="", samples: int = 0):
         super().__init__(values)
         self.criterion, self.model, self.data, self.samples = criterion, model, data, samples
+
+    def __repr__(self):
+        return f"Scores({len(self)} groups, {sum(map(len, self.values()))} units, {self.criterion or 'given'})"
+
+    def _repr_html_(self) -> str:
+        values = {name: torch.as_tensor(v).double() for name, v in self.items() if len(v)}
+        rows = [[n, len(v), *(f"{x:.3g}" for x in (v.min(), v.median(), v.max()))] for n, v in values.items()]
+        return html_table(repr(self), ["group", "units", "least", "median", "most"], rows)
 
     @property
     def about(self) -> Mapping[str, Any]:
