@@ -7,6 +7,7 @@ import typer
 from .console import one_line
 from .doctor import doctor
 from .evaluate import evaluate
+from .export import export
 from .finetune import finetune
 from .flags import flags_of, with_flags
 from .groups import groups
@@ -27,7 +28,7 @@ Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be.
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
 
 
-for _verb in (doctor, groups, score, latency, prune, finetune, evaluate, report, publish, run, quickstart):
+for _verb in (doctor, groups, score, latency, prune, finetune, evaluate, report, publish, run, quickstart, export):
     app.command()(_verb)
 
 

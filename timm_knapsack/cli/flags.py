@@ -28,6 +28,10 @@ PHRASES = (
     ("threads", r"\bthreads=", "{flag} "),
     ("batch_size", r"\bbatch_size=", "{flag} "),
     ("settings", r"^changes ", "{flag} "),
+    ("source", r"\bcalibration=loader", "{flag} SOURCE"),
+    ("tolerance", r"\btolerance=…", "{flag} PART"),
+    ("runtime", r"\bruntime='([^']+)'", r"{flag} \1"),
+    ("int8", r"\bint8=True", "{flag}"),
 )
 
 

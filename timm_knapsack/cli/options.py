@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -49,6 +50,12 @@ class ArchitectureOptions:
 
         weights = {"pretrained": getattr(self, "pretrained", False), "weights": getattr(self, "weights", None)}
         return ModelSource(self.model, args=parse_settings(self.model_args, "--model-arg"), **weights)
+
+    @property
+    def short_name(self) -> str:
+        """For names of folders: without ``hf-hub:`` and owner."""
+        name = Path(self.model).name
+        return name.partition(":")[2] or name
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,10 @@ class MeasuringOptions:
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None
     half: Annotated[bool, typer.Option(help="Measure in float16.")] = False
     channels_last: Annotated[bool, typer.Option(help="Measure in channels_last memory format.")] = False
-    compile: Annotated[bool, typer.Option(help="Measure the network as torch.compile makes it.")] = False
+    runtime: Annotated[
+        str, typer.Option(help="What runs it: torch, compile, onnxruntime, openvino; an unknown one lists all.")
+    ] = "torch"
+    int8: Annotated[bool, typer.Option(help="Quantised by the runtime (onnxruntime, openvino).")] = False
     seconds: Annotated[float, typer.Option(help="Time to measure for, at most, about.")] = 180.0
 
     def conditions(self):

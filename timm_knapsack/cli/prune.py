@@ -1,6 +1,5 @@
 """prune: a smaller model, as a folder that timm.create_model reads."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -72,7 +71,7 @@ def prune(
         prune=PrunePart(round_to, min_keep, tuple(ignore or ())),
         recover=RecoverPart(recover_images, data.batch_size),
     )  # fmt: skip
-    job.folder = console.check_writable(out or f"{_short(network.model)}-pruned")
+    job.folder = console.check_writable(out or f"{network.short_name}-pruned")
     job.options = {"scores": scores}
     names = ["read scores" if name == "score" and scores is not None else name for name in PRUNE]
     without = ["data", "recover"] if data.source is None else [] if recover else ["recover"]
@@ -93,9 +92,3 @@ def prune(
         f'model = timm.create_model("local-dir:{folder}", pretrained=True)',
         markup=False,
     )
-
-
-def _short(model: str) -> str:
-    """A name for a folder: without ``hf-hub:`` and owner."""
-    name = Path(model).name
-    return name.partition(":")[2] or name
