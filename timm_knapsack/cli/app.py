@@ -4,6 +4,7 @@ import sys
 
 import typer
 
+from .compare import compare
 from .console import one_line
 from .doctor import doctor
 from .evaluate import evaluate
@@ -19,6 +20,7 @@ from .quickstart import quickstart
 from .report import report
 from .run import run
 from .score import score
+from .sweep import sweep
 
 HELP = """Prune any timm image model to a budget, exactly, and get an ordinary timm model back.
 
@@ -28,7 +30,10 @@ Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be.
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, pretty_exceptions_enable=False)
 
 
-for _verb in (doctor, groups, score, latency, prune, finetune, evaluate, report, publish, run, quickstart, export):
+for _verb in (
+    *(doctor, groups, score, latency, prune, finetune, evaluate, report, publish, run, quickstart),
+    *(export, compare, sweep),
+):
     app.command()(_verb)
 
 

@@ -99,15 +99,21 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
-class TrainingDataOptions(DataOptions):
-    """Images to train on, and others to evaluate on."""
+class HeldOutDataOptions(DataOptions):
+    """Images to work with, and others to evaluate on."""
 
-    split: Annotated[str | None, typer.Option("--train-split", help="Split to train on.")] = None
     eval_source: Annotated[
         str | None,
         typer.Option("--eval-data", help="Images to evaluate on; a split of --data by default.", metavar="SOURCE"),
     ] = None
     eval_split: Annotated[str | None, typer.Option(help="Split to evaluate on.")] = None
+
+
+@dataclass(frozen=True)
+class TrainingDataOptions(HeldOutDataOptions):
+    """Images to train on, and others to evaluate on."""
+
+    split: Annotated[str | None, typer.Option("--train-split", help="Split to train on.")] = None
     augment: Annotated[
         list[str] | None, typer.Option(help="Field of the augmentation, as hflip=0.", metavar="KEY=VALUE")
     ] = None

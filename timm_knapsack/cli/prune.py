@@ -6,20 +6,28 @@ import typer
 
 from ..errors import KnapsackError
 from . import console
-from .options import DataOptions, DeviceOption, JsonOption, LabelsOption, NetworkOptions, verb
+from .options import DeviceOption, HeldOutDataOptions, JsonOption, LabelsOption, NetworkOptions, verb
 from .score import scoring_job
 
 
 @verb(limit=1024)
 def prune(
     network: NetworkOptions,
+    data: HeldOutDataOptions,
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="COST=AMOUNT, as macs=0.5, macs=2.05e9 or latency=12ms; joined by commas; an unknown cost lists all."
         ),
-    ],
-    data: DataOptions,
+    ] = None,
+    target_drop: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead of a budget: the smallest network (in MACs, or with --latency-table in time) that loses at "
+            "most so many points of top-1 on held-out images.",
+            metavar="POINTS",
+        ),
+    ] = None,
     out: Annotated[str | None, typer.Option(help="Folder to write; MODEL-pruned by default.", metavar="FOLDER")] = None,
     scores: Annotated[
         str | None, typer.Option(help="A file that `score` wrote, instead of scoring now.", metavar="FILE")
@@ -57,10 +65,14 @@ def prune(
     from ..pipeline.recipe import PrunePart, RecoverPart
     from ..pipeline.stage import run_stages
     from ..pipeline.stages import PRUNE, stages
+    from ..pipeline.trade_off import smallest_within
     from ..pruning.budget import Budget
     from ..values.valuation import METHODS
 
-    wanted = Budget.parse(budget, LatencyTable.load(latency_table) if latency_table else None)  # a typo costs no time
+    if (budget is None) == (target_drop is None):
+        raise KnapsackError("prune needs one of --budget COST=AMOUNT and --target-drop POINTS")
+    table = LatencyTable.load(latency_table) if latency_table else None
+    wanted = None if budget is None else Budget.parse(budget, table)  # a typo costs no time
     if method not in METHODS:
         raise KnapsackError(f"--method {method!r} is none of {', '.join(METHODS)}")
     recover = method != "paper" if recover is None else recover
@@ -73,9 +85,15 @@ def prune(
     )  # fmt: skip
     job.folder = console.check_writable(out or f"{network.short_name}-pruned")
     job.options = {"scores": scores}
-    names = ["read scores" if name == "score" and scores is not None else name for name in PRUNE]
-    without = ["data", "recover"] if data.source is None else [] if recover else ["recover"]
-    run_stages(stages(*names, without=without), job)
+    if target_drop is None:
+        names = ["read scores" if name == "score" and scores is not None else name for name in PRUNE]
+        without = ["data", "recover"] if data.source is None else [] if recover else ["recover"]
+        run_stages(stages(*names, without=without), job)
+    else:
+        if data.source is None:
+            raise KnapsackError("--target-drop needs images with labels: --data FOLDER")
+        job, _ = smallest_within(job, target_drop, cost="macs" if table is None else "latency", table=table)
+        run_stages(stages("save"), job)
     student, folder = job["student"], job["saved"]
     result = student.result
     loss, costly = result.report.loss, result.report.group_losses

@@ -22,7 +22,7 @@ from ..human_numbers import cost_text, human
 from ..models.rebuild import base_on_meta
 from ..slim.channel_config import ChannelConfig
 from ..slim.cutting import resize_model
-from .pictures import EXTRA, FAINT, GONE, KEPT, chart, draw_kept_channels
+from .pictures import EXTRA, FAINT, GONE, KEPT, chart, draw_kept_channels, trade_off_series
 from .run_record import RunRecord
 
 STYLE = Path(__file__).with_name("report.css")
@@ -230,8 +230,8 @@ def _sweep_note(record: RunRecord) -> str:
     if not record.sweep:
         return ""
     return (
-        "<p>Accuracy against MACs: every point was measured on the same images. The original on smaller images is "
-        "the baseline that costs nothing to make.</p>"
+        "<p>Every point of the trade-off was measured on the same images. The original on smaller images is the "
+        "baseline that costs nothing to make.</p>"
     )
 
 
@@ -304,16 +304,8 @@ def _charts(record: RunRecord, out: Path) -> tuple[str, list[Path]]:
             series.append({"x": ends, "y": [first["top1"]] * 2, "label": "original", "color": FAINT})
         add("accuracy.png", "Accuracy after each epoch of fine-tuning", series, x_label="epoch", y_label="top-1, %")
     if record.sweep:
-        kinds = list(dict.fromkeys(row["kind"] for row in record.sweep))
-        markers, series = dict(zip(kinds, "*Dos^v", strict=False)), []
-        for kind in kinds:
-            rows = sorted((row for row in record.sweep if row["kind"] == kind), key=lambda row: row["macs"])
-            series.append(
-                {
-                    "x": [row["macs"] / 1e6 for row in rows], "y": [row["top1"] for row in rows], "label": kind,
-                    "style": "both" if len(rows) > 1 else "points", "marker": markers.get(kind, "o"),
-                    "names": [row["what"] for row in rows] if len(rows) > 1 else [],
-                }
-            )  # fmt: skip
+        series = trade_off_series(record.sweep, "macs", 1e-6)
         add("accuracy_macs.png", "Accuracy against MACs", series, x_label="million MACs", y_label="top-1, %")
+        if series := trade_off_series(record.sweep, "seconds", 1e3):
+            add("accuracy_time.png", "Accuracy against time", series, x_label="ms for one batch", y_label="top-1, %")
     return "".join(charts), pictures

@@ -24,8 +24,8 @@ class RunRecord:
         finetune: config, history and evaluations of a fine-tuning run.
         evaluations: rows with ``what`` ("original", "pruned", "recovered", "fine-tuned"), top1, top5, samples, data.
         latency: measured seconds: ``{"original", "pruned", "batch_size", "threads", "device"}``.
-        sweep: rows of accuracy against MACs: ``{"what", "macs", "top1", "kind"}``; kind "pruned", "original" or
-            "baseline".
+        sweep: rows of accuracy against MACs: ``{"what", "macs", "top1", "kind"}``, and ``seconds`` where time was
+            measured, too.
         command: how it was made.
 
     Example:

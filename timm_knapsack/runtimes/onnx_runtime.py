@@ -22,7 +22,7 @@ class OnnxRuntime(Runtime):
 
     name, summary = "onnxruntime", "ONNX Runtime on the CPU"
     packages, pip = (*PACKAGES, "onnxruntime"), "timm-knapsack[onnxruntime]"
-    takes_int8 = own_layout = profiles = True
+    takes_int8 = own_layout = profiles = reads_onnx = True
 
     def convert(self, module, inputs, calibration=None):
         proto = mark_layers(to_onnx(module, inputs), module)

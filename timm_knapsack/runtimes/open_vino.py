@@ -25,7 +25,7 @@ class OpenVinoRuntime(Runtime):
 
     name, summary = "openvino", "OpenVINO on the CPU"
     packages, pip = (*PACKAGES, "openvino"), "timm-knapsack[openvino]"
-    takes_int8 = own_layout = own_threads = profiles = True
+    takes_int8 = own_layout = own_threads = profiles = reads_onnx = True
 
     def __init__(self, **options: Any):
         super().__init__(**options)

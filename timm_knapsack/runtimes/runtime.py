@@ -34,6 +34,7 @@ class Runtime(ABC):
         own_threads: it computes in threads of its own, also where it is given a single one.
         profiles: it tells the time of each layer (`layer_seconds`). For one that does not, a latency table has the
             layers timed in PyTorch, and the runtime's times of whole networks calibrate their sum.
+        reads_onnx: `start` takes an ONNX file as bytes, whoever made it.
 
     Example:
         >>> class Doubling(Runtime):
@@ -57,6 +58,7 @@ class Runtime(ABC):
     own_layout: ClassVar[bool] = False
     own_threads: ClassVar[bool] = False
     profiles: ClassVar[bool] = False
+    reads_onnx: ClassVar[bool] = False
 
     def __init__(self, *, device: str = "cpu", threads: int | None = None, int8: bool = False):
         require(self.packages, self.pip, f"runtime {self.name!r}")
