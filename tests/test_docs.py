@@ -54,7 +54,7 @@ def test_the_shell_blocks_of_the_readme_run_in_order(tmp_path):
     assert (tmp_path / "digits-again" / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("page", ["op_rules", "registries", "latency", "tutorial"])
+@pytest.mark.parametrize("page", ["op_rules", "registries", "latency", "tutorial", "deploy"])
 def test_the_python_blocks_of_other_pages_run(page, tmp_path):
     code = blocks(ROOT / "docs" / f"{page}.md", "python")
     assert code

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # the names of _HOME for type checkers and completion; tests/
     from .hub.saving import save_pretrained as save_pretrained
     from .knapsack.solve import solve_knapsack as solve_knapsack
     from .models.pruned_models import register_pruned_model as register_pruned_model
+    from .pipeline.compare import compare_networks as compare_networks
     from .pipeline.prune import prune as prune
     from .pruning.budget import Budget as Budget
     from .pruning.choose import sweep as sweep
@@ -93,6 +94,7 @@ _HOME = {
     "export_model": "export.export_model",
     "Exporter": "export.kinds",
     "register_exporter": "export.kinds",
+    "compare_networks": "pipeline.compare",
 }
 
 __all__ = ["BudgetError", "ChannelConfigError", "KnapsackError", "__version__", *_HOME]
