@@ -255,6 +255,7 @@ def test_a_budget_of_time_is_settled_in_the_tables_runtime(model, groups, few_co
     assert [line.name for line in lines] == table.layers
     result = tk.prune(model, scores=scores, budget=tk.Budget(latency=1.0, table=table), groups=groups)
     assert result.report.line("latency").measured > 0
+    assert result.report.options["latency conditions"]["runtime"] == "onnxruntime"
 
 
 def test_an_old_table_of_a_compiled_network_is_one_of_its_runtime(model):

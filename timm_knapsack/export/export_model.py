@@ -57,10 +57,11 @@ class Export:
         return asdict(self)
 
     def __str__(self):
+        facts = "".join(f", {name} {value}" for name, value in self.facts.items() if name != "files")
         within = "" if self.tolerance is None else f" (at most {self.tolerance:g})"
         accuracy = "" if self.top1 is None else f"; top-1 {self.top1[0]:.2f} → {self.top1[1]:.2f} %"
         return (
-            f"{self.path}: {self.bytes / 1e6:.2f} MB; on {self.images} {self.source} outputs differ by "
+            f"{self.path}: {self.bytes / 1e6:.2f} MB{facts}; on {self.images} {self.source} outputs differ by "
             f"{self.error:.2g} of the largest{within}, the same class on {self.same_top1:.1%}{accuracy}"
         )
 
@@ -145,7 +146,9 @@ def _calibration(loader: Iterable, batch_size: int | None) -> list[Tensor]:
     if batch_size is None:
         return batches
     whole = torch.cat(batches)
-    return list(whole[: len(whole) // batch_size * batch_size].split(batch_size)) or [whole]
+    if len(whole) < batch_size:
+        raise DataError(f"int8 with batch_size={batch_size} needs as many images to calibrate on, and got {len(whole)}")
+    return list(whole[: len(whole) // batch_size * batch_size].split(batch_size))
 
 
 def _compared(

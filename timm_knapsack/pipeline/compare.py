@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..costs.counted import count_macs, count_params
 from ..costs.latency.conditions import MeasuringConditions
 from ..costs.latency.layer_timing import Conditions
-from ..costs.latency.network_timing import time_in_turns
+from ..costs.latency.network_timing import on_images, time_in_turns
 from ..errors import KnapsackError
 from ..export.exporter import in_batches
 from ..export.preprocessing import data_config
@@ -179,7 +179,7 @@ def _time(contenders: Sequence[Contender], name: str, asked: MeasuringConditions
             runtime, images = conditions.open_runtime(), conditions.images()
             with conditions.active():
                 converted = one.onnx if one.module is None else runtime.convert(conditions.copied(one.module), images)
-                runs[number] = _on_own_images(runtime.start(converted, images), images)
+                runs[number] = on_images(runtime.start(converted, images), images)
             if memory:
                 file = Path(folder) / str(number)
                 if isinstance(converted, bytes):
@@ -204,10 +204,6 @@ def _conditions(one: Contender, asked: MeasuringConditions) -> Conditions | None
         return None
     given = MeasuringConditions.read(asked, input_size=tuple(one.config["input_size"]), int8=False)  # it is as it is
     return Conditions.of(nn.Identity(), given)
-
-
-def _on_own_images(run: Run, images: Tensor) -> Run:
-    return lambda _: run(images)
 
 
 # ---- for people ---------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def peak_memory(
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
-        raise KnapsackError(f"the memory of a network in {runtime} can't be measured: {reason}")
+        raise KnapsackError(f"memory of a network in {runtime} can't be measured: {reason}; memory=False leaves it out")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

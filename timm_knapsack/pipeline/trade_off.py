@@ -4,7 +4,7 @@ Every point is a folder that `timm.create_model` reads; one that is there alread
 that was stopped goes on. All times are measured at the end, in turns.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 from ..costs.kinds import COSTS
 from ..costs.latency.conditions import MeasuringConditions
 from ..costs.latency.layer_timing import Conditions
-from ..costs.latency.network_timing import time_in_turns
+from ..costs.latency.network_timing import on_images, time_in_turns
 from ..errors import BudgetError, KnapsackError, first_line
 from ..files.plain_json import plain, write_json
 from ..models.model_source import ModelSource
@@ -187,14 +187,10 @@ def _time(
         conditions = Conditions.of(network, asked, input_size=size)
         first = first or conditions
         with conditions.active():
-            runs.append(_on(conditions.images(), conditions.started(network)))
+            runs.append(on_images(conditions.started(network), conditions.images()))
     found = time_in_turns(first, runs, precision=asked.precision, max_seconds=asked.seconds(10.0 * len(runs)))
     for row, latency, ratio, error in zip(rows, found.latencies, found.ratios, found.uncertainty, strict=True):
         row |= {"seconds": latency.median, "ratio": ratio, "error": error}
-
-
-def _on(images: Any, run: Callable) -> Callable:
-    return lambda _: run(images)
 
 
 def _write(job: Job, rows: Sequence[Mapping[str, Any]]) -> None:

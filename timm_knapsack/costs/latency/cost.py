@@ -58,6 +58,7 @@ class LatencyCost(Cost):
         clock=None,
     ):
         self.names, self.steps, self.conditions = list(names), steps, conditions
+        self.about = {} if conditions is None else conditions.to_dict()
         self._factor, self._constant = calibration
         self._check_seconds, self._clock = check_seconds, clock
         self._original: tuple[nn.Module, Run] | None = None

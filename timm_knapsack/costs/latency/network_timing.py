@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import LatencyError
 from ...runtimes.runtime import Run
@@ -174,6 +174,16 @@ def time_in_turns(
                     break
     ratios = np.median(quiet_ratios(rounds), axis=1).tolist()
     return Comparison(tuple(map(Latency.of, _second_passes(rounds))), tuple(ratios), tuple(_uncertainties(rounds)))
+
+
+def on_images(run: Run, images: Tensor) -> Run:
+    """The same on images of its own, whatever it is given: networks in turns may take images of different sizes.
+
+    Example:
+        >>> on_images(lambda images: images.sum(), torch.ones(2))(None)
+        tensor(2.)
+    """
+    return lambda _: run(images)
 
 
 def _second_passes(rounds: list[np.ndarray]) -> np.ndarray:
