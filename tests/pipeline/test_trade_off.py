@@ -1,6 +1,7 @@
 """The trade-off: points are saved and not made twice, baselines are honest, evaluation sees what nothing else saw."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,6 +89,13 @@ def test_evaluation_sees_no_image_that_anything_else_saw(place, tmp_path):
     held_out = set(job["evaluation"].dataset.indices.tolist())
     assert len(seen) == 12 and len(held_out) == 28 and not seen & held_out
     assert job["evaluations"][0]["samples"] == 28
+
+
+def test_where_no_image_is_left_it_is_said(place, tmp_path):
+    job = new_job(place, tmp_path)
+    job.settings = replace(job.settings, recover=RecoverPart(images=100))
+    with pytest.raises(DataError, match=r"all 40 images of .* none are left to evaluate on; give others"):
+        trade_off.start(job)
 
 
 def test_images_are_skipped_as_they_are_chosen(place):

@@ -32,6 +32,7 @@ PHRASES = (
     ("tolerance", r"\btolerance=…", "{flag} PART"),
     ("runtime", r"\bruntime='([^']+)'", r"{flag} \1"),
     ("int8", r"\bint8=True", "{flag}"),
+    ("eval_source", r"\(eval_source\)", "({flag} SOURCE)"),
     ("memory", r"\bmemory=False", "--no-memory"),
 )
 

@@ -90,8 +90,8 @@ def prune(
         without = ["data", "recover"] if data.source is None else [] if recover else ["recover"]
         run_stages(stages(*names, without=without), job)
     else:
-        if data.source is None:
-            raise KnapsackError("--target-drop needs images with labels: --data FOLDER")
+        if data.source is None or not recover:
+            raise KnapsackError("--target-drop needs images with labels (--data FOLDER), and recovery on them")
         job, _ = smallest_within(job, target_drop, cost="macs" if table is None else "latency", table=table)
         run_stages(stages("save"), job)
     student, folder = job["student"], job["saved"]

@@ -78,6 +78,11 @@ def hold_out(job: Any) -> int:
     used = [getattr(one, "loader", one) for one in used if one is not None]
     own = _origin(evaluation)
     drawn = [len(one.dataset) for one in used if own is not None and _origin(one) == own]
+    if drawn and max(drawn) >= own[1]:
+        raise DataError(
+            f"all {own[1]} images of {own[0]} are used for values and recovery, and none are left to evaluate on; give "
+            "others (eval_source), or use fewer"
+        )
     if drawn:
         job.options = {**job.options, "held_out": max(drawn)}  # the same seed: the smaller choice is part of the larger
         job.made["evaluation"] = evaluation = job.open("evaluation")
