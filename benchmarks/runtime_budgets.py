@@ -34,6 +34,7 @@ def main():
     parser.add_argument("--test-images", type=int, default=1000)
     parser.add_argument("--magnitude", action="store_true", help="no images: to see that the script runs")
     parser.add_argument("--table-seconds", type=float, default=180)
+    parser.add_argument("--check-seconds", type=float, default=40, help="at most this long for each correction")
     parser.add_argument("--seconds", type=float, default=60, help="at most this long to measure in each runtime")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/timm-knapsack/runtime_budgets")
     parser.add_argument("--out", type=Path, required=True)
@@ -78,6 +79,7 @@ def pruned_for(runtime: str, network, args):
         groups = tk.find_channel_groups(model)
         options = {"batch_size": args.batch_size, "runtime": runtime, "max_seconds": args.table_seconds}
         table = LatencyTable.measure(model, groups, path=args.cache / f"{name}.json", progress=True, **options)
+        table.check_seconds = args.check_seconds
         budget = tk.Budget(latency=args.budget, table=table)
         loader = None if args.magnitude else network.train(batch_size=32, limit=args.images)
         values = {"criterion": "magnitude"} if args.magnitude else {"scores": values_of(network, groups, loader, args)}
