@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,7 @@ def peak_memory(
 def measure_here(job: dict[str, Any]) -> int | None:
     """The same in this process, which should have done nothing else."""
     runtime = open_runtime(job["runtime"], **job["options"])
-    for package in runtime.packages[-1:]:
-        import_module(package)  # counts before, not as the network's
+    runtime.load_library()  # counts before, not as the network's
     images = torch.zeros(job["shape"])
     with torch.inference_mode():
         before = _kilobytes("VmRSS")

@@ -37,6 +37,9 @@ class OnnxRuntime(Runtime):
 
         return run
 
+    def load_library(self):
+        import onnxruntime  # noqa: F401
+
     def layer_seconds(self, converted, inputs, layers, passes):
         with tempfile.TemporaryDirectory() as folder:
             session = self._session(converted, profile=str(Path(folder) / "profile"))

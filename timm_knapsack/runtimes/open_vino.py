@@ -45,6 +45,9 @@ class OpenVinoRuntime(Runtime):
 
         return run
 
+    def load_library(self):
+        import openvino  # noqa: F401
+
     def layer_seconds(self, converted, inputs, layers, passes):
         compiled = self._compiled(converted, PERF_COUNT="YES")
         request = compiled.create_infer_request()

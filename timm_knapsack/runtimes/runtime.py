@@ -97,6 +97,9 @@ class Runtime(ABC):
         """
         raise NotImplementedError(f"runtime {self.name!r} has no profile")
 
+    def load_library(self) -> None:  # noqa: B027  (PyTorch is there)
+        """Import the runtime's own library, where it is imported on first use."""
+
     def forget(self) -> None:  # noqa: B027  (most have nothing to drop)
         """Drop what the runtime keeps of networks that it was given before."""
 
