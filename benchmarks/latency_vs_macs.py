@@ -12,7 +12,8 @@ original measured in turns in one run:
 
 The last lines of each network compare the latency nets with the other ways by interpolation between their points
 (importance over the logarithm of time; times that fall where importance rises are noise and are averaged). Lines are
-written as they come.
+written as they come, network by network; a second call leaves out those that are there. Expect 10 to 15 minutes for
+each network on two idle cores.
 """
 
 import argparse
@@ -77,6 +78,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--runtime", default="torch")
     parser.add_argument("--timer", default="wall", help="thread: CPU time, with --threads 1, on a busy machine")
     parser.add_argument("--table-seconds", type=float, default=150)
     parser.add_argument("--seconds", type=float, default=120, help="at most this long to measure all networks in turns")
@@ -88,11 +90,13 @@ def main():
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write = writer(args.out)
 
+    done = args.out.read_text() if args.out.exists() else ""
     cpu = device_name(torch.device("cpu"))
     write(f"# python benchmarks/latency_vs_macs.py {shlex.join(sys.argv[1:])}")
-    write(f"# {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {cpu}, torch {torch.__version__}")
+    write(f"# {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {cpu}, torch {torch.__version__}, {args.runtime}")
     for name in args.networks:
-        compare(name, args, write)
+        if f"\n{name}, {args.runtime}, batch" not in done:
+            compare(name, args, write)
 
 
 def compare(name, args, write):
@@ -105,9 +109,10 @@ def compare(name, args, write):
         tk.taylor_scores(model, groups, loader).save(saved)
     scores = tk.Scores.load(saved, groups)
     total = float(sum(values.sum() for values in scores.values()))
-    options = {"batch_size": batch_size, "timer": args.timer, "max_seconds": args.table_seconds, "progress": True}
-    path = args.cache / f"{name}-b{batch_size}-t{args.threads}-{args.timer}.json"
-    table = LatencyTable.measure(model, groups, path=path, **options)
+    options = {"batch_size": batch_size, "timer": args.timer, "runtime": args.runtime}
+    path = args.cache / f"{name}-{args.runtime}-b{batch_size}-t{args.threads}-{args.timer}.json"
+    limits = {"max_seconds": args.table_seconds, "progress": True}
+    table = LatencyTable.measure(model, groups, path=path, **options, **limits)
     table.elsewhere = True  # predictions only: all networks are measured together below
     cost = table.cost(model, groups)
     time = linear_time(groups, cost, find_timed_layers(model, groups, table.conditions))
@@ -125,8 +130,8 @@ def compare(name, args, write):
             importance = float(sum(scores[group][units].sum() for group, units in keep.items())) / total
             runs.append((way, fraction, importance, macs, tk.slice_model(model, groups, keep)))
     networks = [model, *(run[-1] for run in runs)]
-    check = compare_latency(networks, batch_size=batch_size, timer=args.timer, max_seconds=args.seconds)
-    write(f"\n{name}, batch {batch_size}, {len(check.latencies[0].samples)} rounds, original "
+    check = compare_latency(networks, **options, max_seconds=args.seconds)
+    write(f"\n{name}, {args.runtime}, batch {batch_size}, {len(check.latencies[0].samples)} rounds, original "
           f"{check.latencies[0].median * 1e3:.1f} ms, stairs {table.stairs}")  # fmt: skip
     write(f"{'way':<14}{'asked':>6}{'MACs':>8}{'time':>8}{'±':>7}{'importance':>12}{'lost':>8}")
     points: dict[str, list[tuple[float, float]]] = {}

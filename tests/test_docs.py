@@ -63,7 +63,7 @@ def test_the_shell_blocks_of_the_readme_run_in_order(after_quickstart):
     assert (after_quickstart / "digits-again" / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("page", ["index", "how_to", "op_rules", "registries", "latency", "tutorial"])
+@pytest.mark.parametrize("page", ["index", "how_to", "op_rules", "registries", "latency", "tutorial", "deploy"])
 def test_the_python_blocks_of_other_pages_run(page, after_quickstart):
     code = blocks(ROOT / "docs" / f"{page}.md", "python")
     assert code

@@ -23,16 +23,22 @@ if TYPE_CHECKING:  # the names of _HOME for type checkers and completion; tests/
     from .costs.latency.conditions import MeasuringConditions as MeasuringConditions
     from .costs.latency.table import LatencyTable as LatencyTable
     from .costs.latency.table import measure_latency as measure_latency
+    from .export.export_model import export_model as export_model
+    from .export.kinds import Exporter as Exporter
+    from .export.kinds import register_exporter as register_exporter
     from .hub.saving import push_to_hub as push_to_hub
     from .hub.saving import save_pretrained as save_pretrained
     from .images.loaders import image_loader as image_loader
     from .knapsack.solve import solve_knapsack as solve_knapsack
     from .models.pruned_models import register_pruned_model as register_pruned_model
+    from .pipeline.compare import compare_networks as compare_networks
     from .pipeline.prune import prune as prune
     from .pruning.budget import Budget as Budget
     from .pruning.choose import sweep as sweep
     from .recovery.closed_form import recover as recover
     from .recovery.refinement import refine as refine
+    from .runtimes.kinds import register_runtime as register_runtime
+    from .runtimes.runtime import Runtime as Runtime
     from .slim.channel_config import ChannelConfig as ChannelConfig
     from .slim.channel_groups import ChannelGroup as ChannelGroup
     from .slim.channel_groups import ChannelGroups as ChannelGroups
@@ -89,6 +95,12 @@ _HOME = {
     "count_params": "costs.counted",
     "measure_latency": "costs.latency.table",
     "MeasuringConditions": "costs.latency.conditions",
+    "Runtime": "runtimes.runtime",
+    "register_runtime": "runtimes.kinds",
+    "export_model": "export.export_model",
+    "Exporter": "export.kinds",
+    "register_exporter": "export.kinds",
+    "compare_networks": "pipeline.compare",
 }
 
 __all__ = ["BudgetError", "ChannelConfigError", "KnapsackError", "__version__", *_HOME]

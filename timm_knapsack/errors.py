@@ -64,6 +64,10 @@ class LatencyError(KnapsackError):
     """A latency table that does not fit this device, batch size or model."""
 
 
+class RuntimeChoiceError(KnapsackError):
+    """A runtime or an export target that is not known, not installed here, or can't do what is asked."""
+
+
 class DataError(KnapsackError):
     """Images or labels that can't be found or do not fit the model."""
 

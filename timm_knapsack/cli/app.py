@@ -5,9 +5,11 @@ import sys
 import typer
 
 from ..version import __version__
+from .compare import compare
 from .console import listening_to_ctrl_c, one_line
 from .doctor import doctor
 from .evaluate import evaluate
+from .export import export
 from .finetune import finetune
 from .flags import flags_of, with_flags
 from .groups import groups
@@ -20,6 +22,7 @@ from .recover import recover
 from .report import report
 from .run import run
 from .score import score
+from .sweep import sweep
 
 HELP = """Prune any timm image model to a budget, exactly, and get an ordinary timm model back.
 
@@ -31,7 +34,10 @@ STOPPED = 130  # the exit code of Ctrl-C in every shell, and what typer makes of
 app = typer.Typer(no_args_is_help=True, help=HELP, pretty_exceptions_enable=False)
 
 
-for _verb in (doctor, groups, score, latency, prune, recover, finetune, evaluate, report, publish, run, quickstart):
+for _verb in (
+    *(doctor, groups, score, latency, prune, recover, finetune, evaluate, report, publish, run, quickstart),
+    *(export, compare, sweep),
+):
     app.command()(_verb)
 
 

@@ -32,13 +32,18 @@ def print_json(data: Any) -> None:
 
 def print_costs(report: dict[str, Any], title: str) -> None:
     """Original, asked, counted, measured."""
-    from rich.table import Table
-
     from ..human_numbers import COST_COLUMNS, cost_text
 
-    table = Table(*COST_COLUMNS, title=title)
-    for line in report["costs"]:
-        table.add_row(*cost_text(line))
+    print_table(list(COST_COLUMNS), [cost_text(line) for line in report["costs"]], title)
+
+
+def print_table(head: list[str], rows: list[list[str]], title: str | None = None) -> None:
+    """A table of texts."""
+    from rich.table import Table
+
+    table = Table(*head, title=title)
+    for row in rows:
+        table.add_row(*row)
     stdout().print(table)
 
 

@@ -33,6 +33,12 @@ PHRASES = (
     ("from_stage", r"\bsplit=…", "--set data.train_split=… or data.eval_split=…"),
     ("from_stage", r"\bweights='([^']+)'", r"--set model.weights=\1"),
     ("from_stage", r"\bpretrained=False", "--set model.pretrained=false"),
+    ("source", r"\bcalibration=loader", "{flag} SOURCE"),
+    ("tolerance", r"\btolerance=…", "{flag} PART"),
+    ("runtime", r"\bruntime='([^']+)'", r"{flag} \1"),
+    ("int8", r"\bint8=True", "{flag}"),
+    ("eval_source", r"\(eval_source\)", "({flag} SOURCE)"),
+    ("memory", r"\bmemory=False", "--no-memory"),
 )
 
 

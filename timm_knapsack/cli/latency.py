@@ -32,7 +32,8 @@ def latency(
     model = network.source().load().to(where)  # random weights: time does not depend on their values
     conditions = measuring.conditions()
     whole = measure_latency(model, conditions=conditions, max_seconds=min(10.0, measuring.seconds))
-    facts = {"model": network.model, "device": where, "batch_size": measuring.batch_size}
+    kind = f"{measuring.runtime}{' int8' if measuring.int8 else ''}"
+    facts = {"model": network.model, "device": where, "batch_size": measuring.batch_size, "runtime": kind}
     facts |= {"seconds": whole.median, "spread": whole.spread, "passes": len(whole.samples)}
     if table is not None:
         progress = sys.stderr.isatty() and not as_json
@@ -42,7 +43,7 @@ def latency(
         console.print_json(facts)
         return
     out = console.stdout()
-    out.print(f"{network.model}: {whole} at batch {measuring.batch_size} on {where}", markup=False)
+    out.print(f"{network.model}: {whole} at batch {measuring.batch_size} on {where} in {kind}", markup=False)
     if table is not None:
         out.print(
             f"{table}: {facts['layers']} layers\nprune with: timm-knapsack prune {network.model} --budget latency=0.6 "

@@ -56,6 +56,12 @@ class ArchitectureOptions:
         weights = {"pretrained": getattr(self, "pretrained", False), "weights": getattr(self, "weights", None)}
         return ModelSource(self.model, args=parse_settings(self.model_args, "--model-arg"), **weights)
 
+    @property
+    def short_name(self) -> str:
+        """For names of folders: without ``hf-hub:`` and owner."""
+        name = Path(self.model).name
+        return name.partition(":")[2] or name
+
 
 @dataclass(frozen=True)
 class NetworkOptions(ArchitectureOptions):
@@ -98,15 +104,21 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
-class TrainingDataOptions(DataOptions):
-    """Images to train on, and others to evaluate on."""
+class HeldOutDataOptions(DataOptions):
+    """Images to work with, and others to evaluate on."""
 
-    split: Annotated[str | None, typer.Option("--train-split", help="Split to train on.")] = None
     eval_source: Annotated[
         str | None,
         typer.Option("--eval-data", help="Images to evaluate on; a split of --data by default.", metavar="SOURCE"),
     ] = None
     eval_split: Annotated[str | None, typer.Option(help="Split to evaluate on.")] = None
+
+
+@dataclass(frozen=True)
+class TrainingDataOptions(HeldOutDataOptions):
+    """Images to train on, and others to evaluate on."""
+
+    split: Annotated[str | None, typer.Option("--train-split", help="Split to train on.")] = None
     augment: Annotated[
         list[str] | None, typer.Option(help="Field of the augmentation, as hflip=0.", metavar="KEY=VALUE")
     ] = None
@@ -159,7 +171,10 @@ class MeasuringOptions:
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None
     half: Annotated[bool, typer.Option(help="Measure in float16.")] = False
     channels_last: Annotated[bool, typer.Option(help="Measure in channels_last memory format.")] = False
-    compile: Annotated[bool, typer.Option(help="Measure the network as torch.compile makes it.")] = False
+    runtime: Annotated[
+        str, typer.Option(help="What runs it: torch, compile, onnxruntime, openvino; an unknown one lists all.")
+    ] = "torch"
+    int8: Annotated[bool, typer.Option(help="Quantised by the runtime (onnxruntime, openvino).")] = False
     seconds: Annotated[float, typer.Option(help="Time to measure for, at most, about.")] = 180.0
 
     def conditions(self):

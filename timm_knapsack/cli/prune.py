@@ -1,6 +1,5 @@
 """prune: a smaller model, as a folder that timm.create_model reads."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,8 +7,8 @@ import typer
 from ..errors import KnapsackError
 from . import console
 from .options import (
-    DataOptions,
     DeviceOption,
+    HeldOutDataOptions,
     JsonOption,
     LabelsOption,
     NetworkOptions,
@@ -23,13 +22,21 @@ from .score import scoring_job
 @verb(limit=1024)
 def prune(
     network: NetworkOptions,
+    data: HeldOutDataOptions,
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="COST=AMOUNT, as macs=50%, macs=2.05e9 or latency=12ms; joined by commas; an unknown cost lists all."
         ),
-    ],
-    data: DataOptions,
+    ] = None,
+    target_drop: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead of a budget: the smallest network (in MACs, or with --latency-table in time) that loses at "
+            "most so many points of top-1 on held-out images.",
+            metavar="POINTS",
+        ),
+    ] = None,
     out: Annotated[str | None, typer.Option(help="Folder to write; MODEL-pruned by default.", metavar="FOLDER")] = None,
     scores: Annotated[
         str | None, typer.Option(help="A file that `score` wrote, instead of scoring now.", metavar="FILE")
@@ -69,10 +76,14 @@ def prune(
     from ..pipeline.recipe import PrunePart, RecoverPart
     from ..pipeline.stage import run_stages
     from ..pipeline.stages import PRUNE, stages
+    from ..pipeline.trade_off import smallest_within
     from ..pruning.budget import Budget
     from ..values.valuation import METHODS
 
-    wanted = Budget.parse(budget, LatencyTable.load(latency_table) if latency_table else None)  # a typo costs no time
+    if (budget is None) == (target_drop is None):
+        raise KnapsackError("prune needs one of --budget COST=AMOUNT and --target-drop POINTS")
+    table = LatencyTable.load(latency_table) if latency_table else None
+    wanted = None if budget is None else Budget.parse(budget, table)  # a typo costs no time
     if method not in METHODS:
         raise KnapsackError(f"--method {method!r} is none of {', '.join(METHODS)}")
     recover = method != "paper" if recover is None else recover
@@ -80,7 +91,7 @@ def prune(
         raise KnapsackError("--refine goes on from a recovered network: it needs --data FOLDER, and --recover")
     where = console.choose_device(device)
     min_keep = int(min_keep) if min_keep >= 1 else min_keep
-    folder = console.check_new(out or f"{_short(network.model)}-pruned", overwrite)
+    folder = console.check_new(out or f"{network.short_name}-pruned", overwrite)
     job = scoring_job(
         network, data, criterion or METHODS[method], labels, where, needs_data=scores is None, budget=wanted,
         prune=PrunePart(round_to, min_keep, tuple(ignore or ())),
@@ -88,9 +99,15 @@ def prune(
     )  # fmt: skip
     job.folder = folder
     job.options = {"scores": scores}
-    names = ["read scores" if name == "score" and scores is not None else name for name in PRUNE]
-    without = ["data", "recover"] if data.source is None else [] if recover else ["recover"]
-    run_stages(stages(*names, without=without), job)
+    if target_drop is None:
+        names = ["read scores" if name == "score" and scores is not None else name for name in PRUNE]
+        without = ["data", "recover"] if data.source is None else [] if recover else ["recover"]
+        run_stages(stages(*names, without=without), job)
+    else:
+        if data.source is None or not recover:
+            raise KnapsackError("--target-drop needs images with labels (--data FOLDER), and recovery on them")
+        job, _ = smallest_within(job, target_drop, cost="macs" if table is None else "latency", table=table)
+        run_stages(stages("save"), job)
     student, folder = job["student"], job["saved"]
     result = student.result
     loss, costly = result.report.loss, result.report.group_losses
@@ -107,9 +124,3 @@ def prune(
         f'model = timm.create_model("local-dir:{folder}", pretrained=True)',
         markup=False,
     )
-
-
-def _short(model: str) -> str:
-    """A name for a folder: without ``hf-hub:`` and owner."""
-    name = Path(model).name
-    return name.partition(":")[2] or name

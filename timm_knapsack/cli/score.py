@@ -1,5 +1,6 @@
 """score: a value for every channel."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,16 @@ import typer
 
 from ..errors import KnapsackError
 from . import console
-from .options import CriterionOption, DataOptions, DeviceOption, JsonOption, LabelsOption, NetworkOptions, verb
+from .options import (
+    CriterionOption,
+    DataOptions,
+    DeviceOption,
+    HeldOutDataOptions,
+    JsonOption,
+    LabelsOption,
+    NetworkOptions,
+    verb,
+)
 
 
 @verb(limit=1024)
@@ -64,6 +74,8 @@ def scoring_job(
             f"criterion {criterion!r} needs images: --data FOLDER; without any there is --criterion magnitude"
         )
     part = None if data.source is None else DataPart(data.source, train_split=data.split, **data.reading())
+    if part is not None and isinstance(data, HeldOutDataOptions):
+        part = replace(part, eval_source=data.eval_source, eval_split=data.eval_split)
     score = ScorePart(criterion, data.limit, data.batch_size, per_sample, labels)
     model = ModelPart(**source.to_dict())
     made = Settings(model=model, data=part, score=score, **settings)

@@ -8,6 +8,7 @@ measured network misses the budget.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class Cost(ABC):
     name: str
     unit: str
     steps: Sequence[int] | None = None  # units of each group that are best kept together, where that matters
+    about: Mapping[str, Any] = MappingProxyType({})  # what its numbers depend on besides the network, for reports
 
     @abstractmethod
     def at(self, kept: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from ..errors import DataError
 from .augmentation import SMALL, Transform
 from .sampling import Draw, sample_keys
 from .sources import ArrayImages, ImageSource, ImageStream, UnreadableImageError, decode
@@ -31,6 +32,7 @@ class ImageDataset(Dataset):
         *,
         seed: int = 0,
         limit: int | None = None,
+        skip: int = 0,
         in_memory: bool | None = None,
         num_classes: int = 0,
     ):
@@ -42,9 +44,12 @@ class ImageDataset(Dataset):
         self.class_names = source.class_names
         count = len(source)
         self.indices = np.arange(count)
-        if limit is not None and limit < count:
+        if skip >= count:
+            raise DataError(f"{source.name} has {count} images, and {skip} of them are used elsewhere: none are left")
+        end = count if limit is None else min(skip + limit, count)
+        if skip or end < count:
             generator = torch.Generator().manual_seed(int(sample_keys(seed, -1, 0)) >> 1)  # no epoch
-            self.indices = np.sort(torch.randperm(count, generator=generator)[:limit].numpy())
+            self.indices = np.sort(torch.randperm(count, generator=generator)[skip:end].numpy())
         self.description = f"{source.name}, {len(self.indices)} images"
         self.pixels, self._labels = None, None
         if in_memory is not False:

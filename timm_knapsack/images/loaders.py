@@ -51,6 +51,8 @@ class DataConfig:
         seed: fixes order, augmentation and the choice of ``limit`` images.
         num_workers: processes that read ahead; 0 reads in this one. No result depends on it.
         limit: use this many images only, a random choice that depends on ``seed``; of a stream, the first.
+        skip: leave so many images out, those that the same ``seed`` and ``limit=skip`` would choose: what is left is
+            held out. Not of a stream.
         labels: ``"auto"`` gives labels where there are any and -1 otherwise; ``"required"`` is an error without;
             ``"ignore"`` gives -1 and checks nothing.
         num_classes: checked against the data; None for the model's own number, 0 for no check.
@@ -73,6 +75,7 @@ class DataConfig:
     seed: int = 0
     num_workers: int = 0
     limit: int | None = None
+    skip: int = 0
     labels: Literal["auto", "required", "ignore"] = "auto"
     num_classes: int | None = None
     image_column: str | None = None
@@ -86,7 +89,7 @@ class DataConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "augmentation", Augmentation.read(self.augmentation))
-        for name, least in (("batch_size", 1), ("num_workers", 0), ("limit", 1), ("shuffle_buffer", 1)):
+        for name, least in (("batch_size", 1), ("num_workers", 0), ("limit", 1), ("skip", 0), ("shuffle_buffer", 1)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
                 raise DataError(f"{name}={value!r}: give an integer of at least {least}")
@@ -133,6 +136,8 @@ def create_loader(
     common = {"batch_size": config.batch_size, "num_workers": config.num_workers}
     common["pin_memory"] = torch.cuda.is_available()
     if isinstance(opened, ImageStream):
+        if config.skip:
+            raise DataError(f"skip={config.skip}: images of a stream can't be held out; name another split for them")
         buffer = config.shuffle_buffer if shuffle else 0
         dataset = StreamDataset(
             opened,
@@ -150,6 +155,7 @@ def create_loader(
         transform,
         seed=config.seed,
         limit=config.limit,
+        skip=config.skip,
         in_memory=config.in_memory,
         num_classes=num_classes,
     )

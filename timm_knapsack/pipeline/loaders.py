@@ -36,7 +36,7 @@ def on_the_hub(source: Any) -> bool:
 
 
 def open_loader(job: Any, purpose: str, **changes) -> Any:
-    """A loader of the job's data; ``changes`` are arguments of `create_loader` that win."""
+    """A loader of the job's data; ``changes`` are arguments of `create_loader` that win, or another ``model``."""
     data, settings = job.settings.data, job.settings
     names = ("image_column", "label_column", "subset", "root", "input_size", "num_workers")
     reading = {"seed": settings.seed, **{name: getattr(data, name) for name in names}}
@@ -58,7 +58,8 @@ def open_loader(job: Any, purpose: str, **changes) -> Any:
     else:
         source = data.eval_source or data.source
         reading |= {"split": data.eval_split, "batch_size": EVAL_BATCH, "labels": "required"}
-    return create_loader(source, job["base"], **{**reading, **changes})
+        reading["skip"] = job.options.get("held_out", 0)
+    return create_loader(source, changes.pop("model", job["base"]), **{**reading, **changes})
 
 
 def _least(images: int | None, data: Any) -> int | None:
@@ -94,6 +95,32 @@ def _perhaps_labelled(job: Any, source: Any, reading: dict[str, Any]) -> Any:
         except DataError:
             pass  # labels of something else; whatever else is wrong comes up again
     return create_loader(source, job["base"], **{"labels": "ignore", **reading})
+
+
+def hold_out(job: Any) -> int:
+    """Make sure that evaluation sees no image that values or recovery have seen; returns how many it sees.
+
+    Another split, or another source, needs nothing. Where all come from one set of images, those that were drawn for
+    the values and for recovery are left out of the evaluation.
+    """
+    evaluation, used = job["evaluation"], [job.get(name) for name in ("calibration", "recovery")]
+    used = [getattr(one, "loader", one) for one in used if one is not None]
+    own = _origin(evaluation)
+    drawn = [len(one.dataset) for one in used if own is not None and _origin(one) == own]
+    if drawn and max(drawn) >= own[1]:
+        raise DataError(
+            f"all {own[1]} images of {own[0]} are used for values and recovery, and none are left to evaluate on; give "
+            "others (eval_source), or use fewer"
+        )
+    if drawn:
+        job.options = {**job.options, "held_out": max(drawn)}  # the same seed: the smaller choice is part of the larger
+        job.made["evaluation"] = evaluation = job.open("evaluation")
+    return count_images(evaluation) or 0
+
+
+def _origin(loader: Any) -> tuple[str, int] | None:
+    source = getattr(getattr(loader, "dataset", None), "source", None)
+    return None if source is None else (source.name, len(source))
 
 
 def count_images(loader: Any) -> int | None:

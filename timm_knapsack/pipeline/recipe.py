@@ -88,15 +88,16 @@ class LatencyPart:
     batch_size: int = 1
     half: bool = False
     channels_last: bool = False
-    compile: bool = False
+    runtime: str = "torch"
+    int8: bool = False
     threads: int | None = None
     seconds: float = 180.0
 
     def conditions(self) -> MeasuringConditions:
         """As `MeasuringConditions`, for a network that is on its device already."""
         kind = {"dtype": torch.float16 if self.half else None, "channels_last": self.channels_last or None}
-        common = {"batch_size": self.batch_size, "threads": self.threads, "compile": self.compile}
-        return MeasuringConditions(**kind, **common, max_seconds=self.seconds)
+        common = {"batch_size": self.batch_size, "threads": self.threads, "max_seconds": self.seconds}
+        return MeasuringConditions(**kind, **common, runtime=self.runtime, int8=self.int8)
 
 
 @dataclass(frozen=True)

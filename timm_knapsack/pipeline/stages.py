@@ -15,7 +15,7 @@ import timm
 import torch
 
 from ..channels.find_groups import find_channel_groups
-from ..costs.counted import count_macs, count_params
+from ..costs.counted import count_params
 from ..costs.latency.network_timing import compare_latency
 from ..costs.latency.table import LatencyTable
 from ..errors import KnapsackError, TrainingError
@@ -30,7 +30,8 @@ from ..slim.tensor_files import write_tensors
 from ..training.evaluation import evaluate
 from ..training.finetuning import finetune
 from ..values.valuation import CRITERIA, load_values, value_channels
-from .loaders import PURPOSES, count_images, on_the_hub
+from .baselines import RECOVERED, smaller_images
+from .loaders import PURPOSES, count_images, hold_out, on_the_hub
 from .measured_loss import collapse_warning, measure_loss
 from .recipe import finetune_config
 from .saving import save_run
@@ -178,6 +179,10 @@ def _gain(rows: Sequence[dict[str, Any]]) -> str:
     return f", KL from the original {rows[0]['kl']:.3g} → {rows[-1]['kl']:.3g} on {rows[0]['samples']} images"
 
 
+def _hold_out(job: Job) -> str:
+    return f"{hold_out(job)} images to evaluate on, that nothing else sees"
+
+
 # ---- what came out ------------------------------------------------------------------------------------------------
 
 
@@ -211,25 +216,32 @@ def _sweep(job: Job) -> str:
     rows = [{"what": "original", "kind": "original", "macs": macs["original"], "top1": top1["original"]}]
     for what, name, kind in (
         ("fine-tuned", "fine-tuned", "fine-tuned"),
-        ("recovered", f"{asked:.0%}", "pruned and recovered"),
+        ("recovered", f"{asked:.0%}", RECOVERED),
     ):
         if what in top1:
             rows.append({"what": name, "kind": kind, "macs": macs["counted"], "top1": top1[what]})
-    made = {name: job[name] for name in ("base", "groups", "scores", "recovery", "evaluation")}
     for share in job.options["sweep"]["budgets"]:
-        settings = replace(job.settings, budget=Budget(macs=share))
-        one = replace(job, settings=settings, made={**made, "evaluations": rows[:1]}, say=lambda line: None)
-        run_stages(stages("prune", "recover", "evaluate"), one)
-        counted = one["student"].result.report.line("macs").counted
-        row = {"what": f"{share:.0%}", "kind": "pruned and recovered", "macs": counted}
+        one = prune_again(job, Budget(macs=share))
+        row = {"what": f"{share:.0%}", "kind": RECOVERED, "macs": one["student"].result.report.line("macs").counted}
         rows.append({**row, "top1": one["evaluations"][-1]["top1"]})
-    for side in job.options["sweep"]["sides"]:
-        metrics = evaluate(job["base"], job.open("evaluation", input_size=side), job.accelerator)
-        macs_there = count_macs(job["base"], (3, side, side))
-        row = {"what": f"{side} px", "kind": "original, smaller images", "macs": macs_there}
-        rows.append({**row, "top1": metrics["top1"]})
+    rows += [smaller_images(job, side) for side in job.options["sweep"]["sides"]]
     record.sweep = rows
     return f"{len(rows)} points"
+
+
+def prune_again(job: Job, budget: Budget, *more: str, **changes: Any) -> Job:
+    """The same network, values and images with another budget: pruned, recovered, evaluated; returns the job of it.
+
+    Args:
+        more: names of further stages.
+        changes: of the job, such as ``folder``.
+    """
+    names = ("base", "groups", "scores", "recovery", "evaluation")
+    original = [row for row in job["evaluations"] if row["what"] == "original"]
+    made = {**{name: job[name] for name in names}, "evaluations": original}
+    settings = replace(job.settings, budget=budget)
+    one = replace(job, settings=settings, made=made, **{"say": lambda line: None, **changes})
+    return run_stages(stages("prune", "recover", "evaluate", *more), one)
 
 
 def _save(job: Job) -> str:
@@ -301,6 +313,10 @@ STAGES = {
         ),
         Stage(
             "evaluate", _evaluate, needs=("evaluation",), uses=("base", "student"), makes=("evaluations",),
+            everywhere=True,
+        ),
+        Stage(
+            "hold out", _hold_out, needs=("evaluation",), uses=("calibration", "recovery"), makes=("evaluation",),
             everywhere=True,
         ),
         Stage("timing", _timing, needs=("base", "student")),

@@ -120,7 +120,8 @@ def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits
         group_losses=_group_losses(values, groups, offered, found.counts),
         loss_with_more=_loss_with_more(values, groups, offered, costs, allowed),
         frozen=dict(groups.frozen),
-        options={**limits.options, "budget": dict(budget.asked)},
+        options={**limits.options, "budget": dict(budget.asked)}
+        | {f"{cost.name} conditions": dict(cost.about) for cost in costs if cost.about},
     )
     return PruneResult(slim, keep, config, report, kept_outputs(groups, keep))
 

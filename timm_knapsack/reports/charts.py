@@ -58,7 +58,7 @@ def _training(record: RunRecord) -> dict[str, Any] | None:
 
 def _accuracy(record: RunRecord) -> dict[str, Any] | None:
     """From the start on, which is epoch 0: a single epoch is a line then, not a lonely dot."""
-    points = {row["epoch"]: row["top1"] for row in record.finetune.get("evaluations") or ()}
+    points = {row["epoch"]: row["top1"] for row in record.finetune.get("evaluations") or () if "top1" in row}
     known = {row["what"]: row["top1"] for row in record.evaluations}
     start = known.get("recovered", known.get("pruned"))
     if points and 0 not in points and start is not None:

@@ -317,6 +317,9 @@ def _details(record: RunRecord) -> str:
         "solver": f"{pruning.get('rounds', 0)} re-costed knapsacks, {pruning.get('seconds', 0):.2f} s",
         "frozen": "; ".join(f"{name}: {reason}" for name, reason in list(pruning.get("frozen", {}).items())[:12]),
     }
+    for name, about in pruning.get("options", {}).items():
+        if name.endswith(" conditions"):
+            facts[name] = ", ".join(f"{key} {value}" for key, value in about.items())
     config = record.finetune.get("config") or {}
     if config:
         inner = config.get("distillation", {})

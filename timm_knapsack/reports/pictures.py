@@ -155,6 +155,28 @@ def _name_points(figure: Any, axes: Any, series: Sequence[Mapping[str, Any]]) ->
             words.remove()
 
 
+def trade_off_series(rows: Sequence[Mapping[str, Any]], cost: str, scale: float = 1.0) -> list[dict[str, Any]]:
+    """Series for `chart` of the rows of a sweep: top-1 against a cost, one series for each kind of network.
+
+    Example:
+        >>> row = {"what": "50%", "kind": "pruned", "macs": 2e6, "top1": 70.0}
+        >>> trade_off_series([row], "macs", 1e-6)[0]["x"], trade_off_series([row], "seconds")
+        ([2.0], [])
+    """
+    rows = [row for row in rows if row.get(cost) is not None]
+    series = []
+    for marker, kind in zip("*Dos^v", dict.fromkeys(row["kind"] for row in rows), strict=False):
+        own = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row[cost])
+        series.append(
+            {
+                "x": [row[cost] * scale for row in own], "y": [row["top1"] for row in own], "label": kind,
+                "style": "both" if len(own) > 1 else "points", "marker": marker,
+                "names": [row["what"] for row in own] if len(own) > 1 else [],
+            }
+        )  # fmt: skip
+    return series
+
+
 def _inline(svg: str, title: str) -> str:
     """One SVG element without the XML head, sized by its page, in its page's text colour, with unique ids."""
     svg = svg[svg.index("<svg") :]
@@ -183,4 +205,4 @@ def stage_of(layer: str) -> str:
     return ".".join(parts[:2]) if parts[1].isdigit() and not parts[0][-1:].isdigit() else parts[0]
 
 
-__all__ = ["chart", "draw_kept_channels", "human", "stage_of"]
+__all__ = ["chart", "draw_kept_channels", "human", "stage_of", "trade_off_series"]

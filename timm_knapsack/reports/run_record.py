@@ -25,8 +25,8 @@ class RunRecord:
         finetune: config, history and evaluations of a fine-tuning run.
         evaluations: rows with ``what`` ("original", "pruned", "recovered", "fine-tuned"), top1, top5, samples, data.
         latency: measured seconds: ``{"original", "pruned", "batch_size", "threads", "device"}``.
-        sweep: rows of accuracy against MACs: ``{"what", "macs", "top1", "kind"}``; kind "pruned", "original" or
-            "baseline".
+        sweep: rows of accuracy against MACs: ``{"what", "macs", "top1", "kind"}``, and ``seconds`` where time was
+            measured, too.
         curves: what each width of a group would cost, where value curves were measured: ``{group: {"size", "counts",
             "loss", "chosen"}}``, at some of the widths.
         command: how it was made.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import LatencyError
+from ...runtimes.kinds import RUNTIMES
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class MeasuringConditions:
         input_size: ``(channels, height, width)``; the model's own by default.
         batch_size: images in a forward pass.
         device, dtype, channels_last, threads: as the model and this process have them, by default.
-        compile: measure the network as torch.compile makes it (a table calibrates on it; layers are timed without it).
+        runtime: what runs the network: ``"torch"``, ``"compile"``, ``"onnxruntime"``, ``"openvino"`` or another one
+            that `register_runtime` has added.
+        int8: quantised by the runtime; the times of maps and weights in 8 bits.
         timer: ``"wall"``, or ``"thread"`` for the CPU time of a single thread, on a machine that others use too.
         precision: stop when the median's 95 % interval is narrower than ± this fraction.
         max_seconds: stop after this long; None for what suits the function.
@@ -34,7 +37,8 @@ class MeasuringConditions:
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
     channels_last: bool | None = None
-    compile: bool = False
+    runtime: str = "torch"
+    int8: bool = False
     threads: int | None = None
     timer: str = "wall"
     precision: float = 0.01
@@ -46,6 +50,7 @@ class MeasuringConditions:
         threads = self.threads
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise LatencyError(f"threads={threads!r}: expected a whole number, such as 2")
+        RUNTIMES.find(self.runtime)
         if self.timer not in ("wall", "thread"):
             raise LatencyError(
                 f"timer={self.timer!r}: expected 'wall', or 'thread' for the CPU time of a single thread"

@@ -1,15 +1,18 @@
 """Measured time as a function of the kept units of each group: the `latency` cost of a budget. Unit: seconds."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from torch import nn
 
+from ...runtimes.runtime import Run
 from ...slim.channel_groups import Count
 from ..cost import Cost, LayerCost
 from . import correction
-from .layer_timing import Conditions, LayerTimer
-from .network_timing import Comparison, compare_under
+from .layer_timing import Conditions
+from .network_timing import Comparison, time_in_turns
+from .stopwatch import Stopwatch
 from .time_surface import Surface
 
 
@@ -55,8 +58,10 @@ class LatencyCost(Cost):
         clock=None,
     ):
         self.names, self.steps, self.conditions = list(names), steps, conditions
+        self.about = {} if conditions is None else conditions.to_dict()
         self._factor, self._constant = calibration
         self._check_seconds, self._clock = check_seconds, clock
+        self._original: tuple[nn.Module, Run] | None = None
         layers = len(names)
         self._units = np.zeros((2, layers, groups))
         self._fixed = np.zeros((2, layers))
@@ -126,7 +131,11 @@ class LatencyCost(Cost):
         """Measure both in turns; None where this machine is not the table's."""
         if self.conditions is None:
             return None
-        return compare_under(self.conditions, [model, slim], max_seconds=self._check_seconds, clock=self._clock)
+        with self.conditions.active():
+            if self._original is None or self._original[0] is not model:  # a runtime may take long to convert it
+                self._original = model, self.conditions.started(model)
+            runs = [self._original[1], self.conditions.started(slim)]
+        return time_in_turns(self.conditions, runs, max_seconds=self._check_seconds, clock=self._clock)
 
     def settle(self, solve, limit, model, sizes, absolute=False):
         """Measure what was solved for; where it misses the budget, aim elsewhere and solve again."""
@@ -139,13 +148,12 @@ class LatencyCost(Cost):
             original = self._factor * self.layers_at(sizes)
             return tuple(map(LayerCost, self.names, original.tolist(), predicted.tolist()))
         clock, images = self._clock or self.conditions.clock(), self.conditions.images()
-        timers = [LayerTimer(self.conditions.prepared(net), self.names, clock) for net in (model, slim)]
+        watch = Stopwatch(self.conditions.open_runtime(), self.names, clock, images)
         runs: list[list[dict[str, float]]] = [[], []]
-        with self.conditions.active():
-            for turn in range(passes + 1):
-                for timer, run in zip(timers, runs, strict=True):
-                    times = timer.time_pass(images)
-                    if turn:  # the first warms up
-                        run.append(times)
+        with self.conditions.active(), watch:
+            copies = [watch.take(f"{n}", partial(self.conditions.copied, net)) for n, net in enumerate((model, slim))]
+            for _ in range(passes):
+                for timed, run in zip(copies, runs, strict=True):
+                    run += timed.layer_seconds(1)
         before, after = ([float(np.median([times[n] for times in run])) for n in self.names] for run in runs)
         return tuple(map(LayerCost, self.names, before, predicted.tolist(), after))

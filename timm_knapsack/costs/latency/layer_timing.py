@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import LatencyError
+from ...runtimes.kinds import RUNTIMES, open_runtime
+from ...runtimes.runtime import Run, Runtime
 from ...slim.copying import copy_with, named_tensors
 from ...slim.example_inputs import example_input
 from .conditions import MeasuringConditions
@@ -48,6 +50,13 @@ class ThreadClock(WallClock):
         return time.thread_time()
 
 
+class ProcessClock(WallClock):
+    """The same for a runtime that computes in a thread of its own, while this one waits."""
+
+    def mark(self, module: nn.Module | None = None) -> Any:
+        return time.process_time()
+
+
 class CudaClock:
     """Time on a CUDA stream, by events: the host runs ahead of the device and must not be timed."""
 
@@ -75,13 +84,15 @@ class Conditions:
     input_size: tuple[int, ...]
     dtype: str
     memory_format: str  # "contiguous" or "channels_last"
-    compiled: bool
     timer: str = "wall"  # or "thread": CPU time of a single thread
+    runtime: str = "torch"
+    int8: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, asked: MeasuringConditions | None = None, **options) -> "Conditions":
         """The conditions as asked; what is not asked is as the model and this process have it."""
         asked = MeasuringConditions.read(asked, **options)
+        kind = RUNTIMES.find(asked.runtime)
         device, dtype, channels_last, timer = asked.device, asked.dtype, asked.channels_last, asked.timer
         tensors = [tensor for _, tensor in named_tensors(model) if tensor.is_floating_point()]
         if device is None:
@@ -90,6 +101,13 @@ class Conditions:
         threads = asked.threads or torch.get_num_threads()
         if timer == "thread" and (threads > 1 or device.type != "cpu"):
             raise LatencyError(f"timer='thread' sees one CPU thread; not {threads} on {device.type}: give threads=1")
+        if kind.own_layout:
+            if (dtype or torch.float32) != torch.float32 or channels_last:
+                raise LatencyError(
+                    f"runtime {kind.name!r} takes float32 and lays memory out by itself: leave dtype and channels_last "
+                    f"alone{'; int8=True quantises' if kind.takes_int8 else ''}"
+                )
+            dtype, channels_last = torch.float32, False
         if dtype is None:
             dtype = tensors[0].dtype if tensors else torch.float32
         if channels_last is None:
@@ -97,7 +115,7 @@ class Conditions:
                 t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
                 for t in tensors
             )
-        return cls(
+        made = cls(
             device=device.type,
             device_name=device_name(device),
             threads=threads,
@@ -105,26 +123,45 @@ class Conditions:
             input_size=tuple(example_input(model, asked.input_size)[1:]),
             dtype=str(dtype).removeprefix("torch."),
             memory_format="channels_last" if channels_last else "contiguous",
-            compiled=bool(asked.compile),
             timer=timer,
+            runtime=asked.runtime,
+            int8=asked.int8,
         )
+        made.open_runtime()  # what it can't do, or needs and is not here, is said before anything is measured
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "input_size": list(self.input_size)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Conditions":
-        return cls(**{**data, "input_size": tuple(data["input_size"])})
+        data = {**data, "input_size": tuple(data["input_size"])}
+        if data.pop("compiled", False):  # of a table from before there were runtimes
+            data["runtime"] = "compile"
+        return cls(**data)
 
     def differences(self, other: "Conditions") -> list[str]:
         """In words, what differs: ``"batch_size 8, not 1"``, theirs first."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{key} {theirs[key]!r}, not {mine[key]!r}" for key in mine if mine[key] != theirs[key]]
 
+    @property
+    def kind(self) -> str:
+        """The runtime in words: ``"onnxruntime int8"``."""
+        return f"{self.runtime} int8" if self.int8 else self.runtime
+
     # ---- to run a network under them
 
-    def prepared(self, model: nn.Module) -> nn.Module:
-        """A copy of the model as it will be timed; the model itself is left alone."""
+    def open_runtime(self) -> Runtime:
+        """The runtime, for this device and number of threads."""
+        return open_runtime(self.runtime, device=self.device, threads=self.threads, int8=self.int8)
+
+    def started(self, model: nn.Module) -> Run:
+        """A copy of the model as it will be timed, in its runtime."""
+        return self.open_runtime().prepare(self.copied(model), self.images())
+
+    def copied(self, model: nn.Module) -> nn.Module:
+        """A copy of the model on its device, in its dtype and memory format; the model itself is left alone."""
         dtype = getattr(torch, self.dtype)
 
         def moved(_: str, tensor: Tensor) -> Tensor:
@@ -144,7 +181,9 @@ class Conditions:
 
     def clock(self) -> WallClock | CudaClock:
         if self.device == "cpu":
-            return ThreadClock() if self.timer == "thread" else WallClock()
+            if self.timer == "wall":
+                return WallClock()
+            return ProcessClock() if RUNTIMES.find(self.runtime).own_threads else ThreadClock()
         if self.device == "cuda":
             return CudaClock()
         raise LatencyError(f"device {self.device!r}: times can be measured on 'cpu' and 'cuda'")
@@ -179,8 +218,8 @@ def device_name(device: torch.device) -> str:
 # ---- one pass -----------------------------------------------------------------------------------------------------
 
 
-def time_pass(network: nn.Module, images: Tensor, clock) -> float:
-    """Seconds of one forward pass."""
+def time_pass(network: nn.Module | Run, images: Tensor, clock) -> float:
+    """Seconds of one forward pass of a module, or of what a runtime made of one."""
     start = clock.mark(network)
     network(images)
     return clock.seconds([start, clock.mark()])[0]

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from ...slim.cutting import slice_model
-from .layer_timing import WARM_UP, LayerTimer, time_pass
+from .layer_timing import WARM_UP
 from .plan import STAIR_OFFSETS, find_timed_layers, grid_plan, group_steps, stairs_plan
+from .stopwatch import Stopwatch
 from .time_surface import ASSUMED_STEP, find_step
 
 PASSES = 4  # timed passes in a visit to a copy
@@ -25,16 +26,17 @@ class Measurement:
         self.rounds, self.precision, self.max_seconds, self.progress = rounds, precision, max_seconds, progress
         self.layers = find_timed_layers(model, groups, table.conditions)
         table.layers = [layer.name for layer in self.layers]
-        self.network = table.conditions.prepared(model)
+        self.network = table.conditions.copied(model)
         self.clock = table.clock or table.conditions.clock()
         self.images = table.conditions.images()
-        self.reference = LayerTimer(self.network, table.layers, self.clock)
+        self.watch = Stopwatch(table.conditions.open_runtime(), table.layers, self.clock, self.images)
+        self.reference = self.watch.yardstick(self.network)
 
     def run(self) -> None:
         table = self.table
-        with table.conditions.active(), self._bar() as advance:
+        with table.conditions.active(), self._bar() as advance, self.watch:
             for _ in range(WARM_UP):
-                self.reference.time_pass(self.images)
+                self.reference()
             if table.stairs is None:
                 copies = stairs_plan(self.groups)
                 self._visit_all("stairs", copies, self.max_seconds * 0.3, min(self.rounds, 4), advance)
@@ -62,32 +64,25 @@ class Measurement:
                 start = time.monotonic()
                 # Copies that have the same level everywhere are also timed as a whole, without marks.
                 whole = plan == "grid" and copy % math.isqrt(len(copies)) == 0
-                visit = {"plan": plan, "round": turn, "copy": copy, **self._visit(copies[copy], whole)}
+                visit = {"plan": plan, "round": turn, "copy": copy, **self._visit(plan, copy, copies[copy], whole)}
                 table.visits.append(visit)
                 table.seconds += time.monotonic() - start
                 self._save()
                 advance(plan, rounds * len(copies))
 
-    def _visit(self, counts: list[int], whole: bool) -> dict[str, Any]:
-        keep = {group.name: torch.arange(count) for group, count in zip(self.groups, counts, strict=True)}
-        network = slice_model(self.network, self.groups, keep).eval().requires_grad_(False)
-        timer = LayerTimer(network, self.table.layers, self.clock)
-        runs, references = [], [sum(self.reference.time_pass(self.images).values())]
-        for turn in range(1 + PASSES):
-            times = timer.time_pass(self.images)
-            if turn:
-                runs.append([times.get(name, 0.0) for name in ("", *self.table.layers)])
-        references.append(sum(self.reference.time_pass(self.images).values()))
-        timer.remove()
+    def _visit(self, plan: str, copy: int, counts: list[int], whole: bool) -> dict[str, Any]:
+        def slim():
+            keep = {group.name: torch.arange(count) for group, count in zip(self.groups, counts, strict=True)}
+            return slice_model(self.network, self.groups, keep).eval().requires_grad_(False)
+
+        timed = self.watch.take(f"{plan}-{copy}", slim)
+        references = [self.reference()]
+        runs = [[times.get(name, 0.0) for name in ("", *self.table.layers)] for times in timed.layer_seconds(PASSES)]
+        references.append(self.reference())
         layers = [_short(seconds) for seconds in np.quantile(runs, 0.25, axis=0)]
         visit = {"reference": _short(np.mean(references)), "layers": layers}
         if whole:
-            if self.table.conditions.compiled:
-                torch._dynamo.reset()
-                network = torch.compile(network)
-                time_pass(network, self.images, self.clock)
-            totals = [time_pass(network, self.images, self.clock) for _ in range(PASSES)]
-            visit["total"] = _short(np.quantile(totals, 0.25))
+            visit["total"] = _short(np.quantile(timed.seconds(PASSES), 0.25))
         return visit
 
     def _errors(self, plan: str) -> dict[int, float]:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import LatencyError
+from ...runtimes.runtime import Run
 from .conditions import MeasuringConditions
 from .layer_timing import WARM_UP, Conditions, time_pass
 
@@ -84,8 +85,9 @@ def measure_latency(
     Args:
         input_size: ``(channels, height, width)``; the model's own by default.
         conditions: all measuring conditions at once; those given by name win.
-        options: single fields of `MeasuringConditions`: dtype, channels_last, compile, threads, timer (``"thread"``
-            counts the CPU time of a single thread, for a machine that others use too), precision, max_seconds.
+        options: single fields of `MeasuringConditions`: dtype, channels_last, runtime, int8, threads, timer
+            (``"thread"`` counts the CPU time of a single thread, for a machine that others use too), precision,
+            max_seconds.
 
     Example:
         >>> measure_latency(model, batch_size=8, max_seconds=0.5)
@@ -136,11 +138,24 @@ def compare_under(
     clock=None,
 ) -> Comparison:
     """`compare_latency` under given conditions."""
+    limits = {"precision": precision, "max_seconds": max_seconds, "min_rounds": min_rounds}
+    with conditions.active():
+        networks = [conditions.started(model) for model in models]
+    return time_in_turns(conditions, networks, **limits, clock=clock)
+
+
+def time_in_turns(
+    conditions: Conditions,
+    networks: Sequence[Run],
+    *,
+    precision: float = 0.01,
+    max_seconds: float = 20.0,
+    min_rounds: int = 7,
+    clock=None,
+) -> Comparison:
+    """`compare_latency` of what ``conditions.started`` gave, or of anything else that takes its images."""
     clock = clock or conditions.clock()
     images = conditions.images()
-    networks = [conditions.prepared(model) for model in models]
-    if conditions.compiled:
-        networks = [torch.compile(network) for network in networks]
     order = np.random.default_rng(0)
     rounds: list[np.ndarray] = []  # network × pass
     with conditions.active():
@@ -159,6 +174,16 @@ def compare_under(
                     break
     ratios = np.median(quiet_ratios(rounds), axis=1).tolist()
     return Comparison(tuple(map(Latency.of, _second_passes(rounds))), tuple(ratios), tuple(_uncertainties(rounds)))
+
+
+def on_images(run: Run, images: Tensor) -> Run:
+    """The same on images of its own, whatever it is given: networks in turns may take images of different sizes.
+
+    Example:
+        >>> on_images(lambda images: images.sum(), torch.ones(2))(None)
+        tensor(2.)
+    """
+    return lambda _: run(images)
 
 
 def _second_passes(rounds: list[np.ndarray]) -> np.ndarray:

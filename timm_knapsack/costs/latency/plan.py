@@ -42,7 +42,7 @@ def find_timed_layers(model: nn.Module, groups: ChannelGroups, conditions: Condi
         matrices = [(tensor.numel(), param) for param, tensor in own.items() if tensor.dim() >= 2]
         if matrices:
             weights[name] = f"{name}.{max(matrices)[1]}"
-    order, inputs, followers = _run_once(conditions.prepared(model), set(weights), conditions)
+    order, inputs, followers = _run_once(conditions.copied(model), set(weights), conditions)
     return [_timed_layer(name, modules[name], weights[name], inputs[name], followers[name], groups) for name in order]
 
 

@@ -19,6 +19,18 @@ _LARGEST_DYNAMIC_TRIM_THRESHOLD = 64 << 20  # what glibc arrives at by itself in
 _depth = 0
 
 
+def _glibc() -> ctypes.CDLL | None:
+    libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    return libc if hasattr(libc, "gnu_get_libc_version") else None
+
+
+def trim() -> None:
+    """Hand memory that is free back to the system, where malloc is glibc's."""
+    libc = _glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
 @contextmanager
 def memory_kept() -> Iterator[None]:
     """Have malloc keep what is freed; at the end all of it is handed back.
@@ -31,8 +43,8 @@ def memory_kept() -> Iterator[None]:
         ...     pass
     """
     global _depth
-    libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-    if not hasattr(libc, "gnu_get_libc_version"):
+    libc = _glibc()
+    if libc is None:
         yield
         return
     _depth += 1

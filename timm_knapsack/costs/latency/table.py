@@ -43,7 +43,7 @@ class LatencyTable:
     """Times of the layers of one network on one device.
 
     Attributes:
-        conditions: device, threads, batch size, input size, dtype, memory format, compiled or not.
+        conditions: device, threads, batch size, input size, dtype, memory format, runtime, fp32 or int8.
         layers: names of the timed layers, in the order in which they run.
         stairs: for each kind of layer, the channels that the device takes together (1: no stairs).
         visits: what was measured: which copy, and seconds for each layer.
@@ -153,7 +153,8 @@ class LatencyTable:
                 shapes=_digest(groups),
                 conditions=conditions,
                 layers=[],
-                versions=versions("torch", "timm", "timm_knapsack", "python"),
+                versions=versions("torch", "timm", "timm_knapsack", "python")
+                | conditions.open_runtime().describe()["versions"],
                 date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             )
         table.clock = clock
@@ -164,11 +165,13 @@ class LatencyTable:
 
     # ---- using
 
-    def cost(self, model: nn.Module, groups: ChannelGroups, batch_size: int | None = None) -> LatencyCost:
+    def cost(
+        self, model: nn.Module, groups: ChannelGroups, batch_size: int | None = None, runtime: str | None = None
+    ) -> LatencyCost:
         """The time of the network as a function of its widths.
 
         Raises:
-            LatencyError: for another network, device, number of threads or batch size than the table's.
+            LatencyError: for another network, device, number of threads, batch size or runtime than the table's.
         """
         self._check_shapes(model, groups)
         if not self.complete:
@@ -180,6 +183,11 @@ class LatencyTable:
             raise LatencyError(
                 f"the latency table was measured at batch size {self.conditions.batch_size}, and {batch_size} is asked "
                 f"for; measure one with batch_size={batch_size}"
+            )
+        if runtime is not None and runtime != self.conditions.runtime:
+            raise LatencyError(
+                f"the latency table was measured in the runtime {self.conditions.runtime!r}, and {runtime!r} is asked "
+                f"for; measure one with runtime={runtime!r}"
             )
         if not self.elsewhere:
             self._check_here()
@@ -255,7 +263,7 @@ class LatencyTable:
         speeds = self.speeds()
         lines = [
             f"{self.model} on {c.device_name}: {c.threads} threads, batch {c.batch_size}, {c.dtype}, {c.memory_format}"
-            f"{', compiled' if c.compiled else ''}; {len(self.visits)} visits in {self.seconds:.0f} s, {self.date}",
+            f", in {c.kind}; {len(self.visits)} visits in {self.seconds:.0f} s, {self.date}",
             f"stairs: {self.stairs}",
         ]
         if len(speeds):
@@ -287,9 +295,10 @@ class LatencyTable:
                     f"{'call torch.set_num_threads, ' if what == 'threads' else ''}or take its word with "
                     "LatencyTable.load(path, elsewhere=True)"
                 )
-        then, now = self.versions.get("torch"), versions("torch")["torch"]
-        if then != now:
-            warnings.warn(f"latency table: measured with torch {then}, now {now}", stacklevel=3)
+        for package, now in table.open_runtime().describe()["versions"].items():
+            then = self.versions.get(package)
+            if then != now:
+                warnings.warn(f"latency table: measured with {package} {then}, now {now}", stacklevel=3)
 
 
 def _knots(widths: np.ndarray) -> np.ndarray:
