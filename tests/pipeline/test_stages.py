@@ -19,7 +19,8 @@ from timm_knapsack.pruning.budget import Budget
 LISTS = {  # list: what is there before it starts
     "SCORE": (),
     "PRUNE": (),
-    "FINETUNE": ("base", "student", "training"),
+    "RECOVER": ("base", "student"),
+    "FINETUNE": ("base", "student", "training", "evaluation"),
     "RUN": (),
     "REHEARSAL": ("base", "groups"),
     "QUICKSTART": (),

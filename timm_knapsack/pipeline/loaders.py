@@ -1,5 +1,6 @@
 """The images of a job: one loader for each purpose, as the settings say."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ def public_name(source: Any) -> str:
         >>> public_name("uoft-cs/cifar10"), public_name("/home/me/flowers/images")
         ('uoft-cs/cifar10', 'flowers')
     """
-    path = Path(str(source)).expanduser()
+    if not isinstance(source, str | os.PathLike):
+        return f"this {type(source).__name__}"
+    path = Path(source).expanduser()
     if not path.is_absolute() and not path.exists():
         return str(source)
     parts = [part for part in path.resolve().parts if part.lower() not in USUAL]
@@ -32,7 +35,9 @@ def public_name(source: Any) -> str:
 
 def on_the_hub(source: Any) -> bool:
     """Is it the id of a dataset on the Hub, with its owner?"""
-    return not Path(str(source)).expanduser().exists() and HUB_ID.fullmatch(str(source)) and "/" in str(source)
+    if not isinstance(source, str) or Path(source).expanduser().exists():
+        return False
+    return "/" in source and HUB_ID.fullmatch(source) is not None
 
 
 def open_loader(job: Any, purpose: str, **changes) -> Any:

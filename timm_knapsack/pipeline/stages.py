@@ -252,7 +252,7 @@ def _save(job: Job) -> str:
     record.command = job.command or record.command
     data = job.settings.data
     used = [] if data is None else [data.source, data.eval_source]
-    said = {"datasets": [source for source in dict.fromkeys(used) if source and on_the_hub(source)]}
+    said = {"datasets": list(dict.fromkeys(source for source in used if on_the_hub(source)))}
     base = ModelSource(**record.base) if record.base else None
     if base is not None and base.pretrained and base.weights is None and not base.is_folder:
         said["base_model"] = True  # timm's own weights: timm says where they come from
