@@ -129,13 +129,13 @@ def test_curves_say_where_they_come_from(measured):
 
 def test_images_held_out_are_not_fitted():
     batches = list(torch.arange(17).float().reshape(-1, 1, 1, 1).split(7))
-    fitted, held = measured_curves._split(batches)
+    fitted, held = measured_curves.split_held_out(batches)
     assert torch.cat(held).flatten().tolist() == [3, 7, 11, 15]
     assert sorted(torch.cat(fitted + held).flatten().tolist()) == list(range(17))
     many = list(torch.arange(2000).reshape(-1, 1, 1, 1).split(100))
-    fitted, held = measured_curves._split(many)
+    fitted, held = measured_curves.split_held_out(many)
     assert 150 <= len(torch.cat(held)) <= 192 and len(torch.cat(fitted)) + len(torch.cat(held)) == 2000
-    assert [len(part) for part in measured_curves._split([torch.zeros(2, 3, 4, 4)])[0]] == [1]
+    assert [len(part) for part in measured_curves.split_held_out([torch.zeros(2, 3, 4, 4)])[0]] == [1]
 
 
 class Wide(nn.Module):
@@ -155,8 +155,8 @@ def test_on_fitted_images_a_wide_layer_looks_better_than_it_is(monkeypatch):
     model.fc.weight.data.mul_(20)
     groups, batches = tk.find_channel_groups(model, torch.zeros(1, 3, 8, 8)), noise(40, 8)
     honest = tk.value_curves(model, groups, batches)["head"]
-    split = measured_curves._split
-    monkeypatch.setattr(measured_curves, "_split", lambda batches: (split(batches)[0], split(batches)[0]))
+    split = measured_curves.split_held_out
+    monkeypatch.setattr(measured_curves, "split_held_out", lambda batches: (split(batches)[0], split(batches)[0]))
     flattering = tk.value_curves(model, groups, batches)["head"]
     assert honest.order.tolist() == flattering.order.tolist()
     assert (flattering.loss < 0.7 * honest.loss).all()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..channels.find_groups import find_channel_groups
 from ..errors import KnapsackError
+from ..maps.batches import image_batches
 from ..pruning.budget import Budget
 from ..pruning.choose import sweep
 from ..pruning.result import PruneResult
@@ -25,7 +26,7 @@ from ..slim.cutting import kept_indices
 from ..slim.example_inputs import example_dtype
 from ..values.curves import ValueCurves
 from ..values.group_values import GroupValues
-from ..values.measured_curves import value_curves
+from ..values.measured_curves import split_held_out, value_curves
 from ..values.remaining_values import RemainingValues
 from .measured_loss import measure_loss
 
@@ -84,16 +85,18 @@ def choose_in_steps(
     steps = steps_for(result.report.predicted_loss) if steps is None else steps
     macs, lost = result.report.line("macs"), 0.0
     few = min(IMAGES_ON_THE_WAY, images or IMAGES_ON_THE_WAY)
+    batches = image_batches(loader, few) if steps > 1 else []
+    fitted, held = split_held_out(batches) if steps > 1 else ([], [])  # what curves are measured on, no refit may see
     for step in range(1, steps):
         share = (macs.counted / macs.original) ** (step / steps)
         part = sweep(model, values, [Budget(macs=share)], groups=groups, **options)[0]
-        recover_layers(part.model, model, loader, kept=part.kept_channels, images=few)
-        lost = measure_loss(part.model, model, loader, recovered=True).measured
+        recover_layers(part.model, model, fitted, kept=part.kept_channels)
+        lost = measure_loss(part.model, model, held, recovered=True).measured
         log.info("step %d of %d: %.1f %% of the MACs, loss %.3g", step, steps, 100 * share, lost)
         shape = groups.input_shape
         example = None if shape is None else torch.empty(shape, device="meta", dtype=example_dtype(model))
         left = find_channel_groups(part.model, example, verify="none")
-        found = value_curves(part.model, left, loader, original=model, images=few, progress=False)
+        found = value_curves(part.model, left, batches, original=model, progress=False)
         curves = ValueCurves({name: found[name] for name in _alike(groups, part.keep, left)}, samples=found.samples)
         values = RemainingValues(values, curves, part.keep)
     if steps > 1:

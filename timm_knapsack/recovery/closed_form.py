@@ -22,12 +22,14 @@ from torch.utils._pytree import tree_flatten
 
 from ..errors import KnapsackError
 from ..maps.batches import image_batches, varied
+from ..maps.distance import gives_logits
 from ..maps.patches import count_positions, draw_positions, flat_weight, outputs, patches
 from ..maps.taps import Tap, find_blocks, find_taps
 from ..maps.walk import PROBE_IMAGES, Reached, Segment, Walk, find_segments, hooked, standing_in, watch_execution
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
 from .finished_layers import FinishedLayers
+from .output_layer import penalty_of_scores
 from .rectified import BOUNDS, Rectifier
 from .ridge import RidgeSums, check_ridge
 
@@ -61,7 +63,8 @@ def recover(
     """Rebuild the teacher's maps in a pruned student, in place, without gradients; returns the student.
 
     BatchNorm statistics are corrected along the way. Layers without a closed form (weight-standardised convs, shared
-    layers) and layers with more inputs than the images have positions are left alone, and the log says which.
+    layers) and layers with more inputs than the images have positions are left alone, and the log says which; the last
+    layer's penalty is chosen by the KL divergence of the class scores on images that were not fitted.
 
     Args:
         loader: images, or (images, labels); labels are not used. They are held in memory, with the inputs of one
@@ -119,6 +122,7 @@ class _Recovery:
         few = batches[0][:PROBE_IMAGES]  # plans are made on it: all processes must come to the same
         batches = [batches[number] for number in numbers]
         self.execution = watch_execution(student, few)
+        self.scores = student(few)
         segments = find_segments(student, self.execution.order)
         self.ours, self.theirs = (Walk(net, batches, segments, probe=few) for net in (student, teacher))
         self.taps = {tap.name: tap for tap in find_taps(student, "blocks", few)} if find_blocks(student) else {}
@@ -185,13 +189,19 @@ class _Recovery:
                 plans.append(_Plan(name, f"it runs {self.execution.calls[name]} times in one forward pass"))
                 continue
             x, y, copied = seen[name]
-            skipped = self._no_closed_form(name, x, copied)
+            is_output = self._makes_the_scores(copied)
+            skipped = self._no_closed_form(name, x, copied, is_output)
             gain = None if skipped or tap is None else self._gain(name, tap, copied)
-            rectifier = None if skipped else self._rectifier(name, tap, gain)
-            plans.append(_Plan(name, skipped, gain, rectifier, y._version != versions[name]))
+            rectifier = None if skipped or is_output else self._rectifier(name, tap, gain)
+            plans.append(_Plan(name, skipped, gain, rectifier, y._version != versions[name], is_output))
         return _one_to_the_sum(plans, self.ours.modules)
 
-    def _no_closed_form(self, name: str, x: Tensor, y: Tensor) -> str:
+    def _makes_the_scores(self, y: Tensor) -> bool:
+        """Is this output of a layer, on the probe, what the network returns?"""
+        same = isinstance(self.scores, Tensor) and self.scores.shape == y.shape
+        return same and gives_logits(self.ours.model, y) and torch.allclose(self.scores, y, rtol=1e-3, atol=1e-4)
+
+    def _no_closed_form(self, name: str, x: Tensor, y: Tensor, is_output: bool) -> str:
         layer = self.ours.modules[name]
         try:
             columns = patches(layer, x)
@@ -206,6 +216,8 @@ class _Recovery:
             return "its weights are computed while it runs (weight standardisation or the like)"
         inputs = layer.weight[0].numel()
         positions = min(POSITIONS, count_positions(layer, y) * self.images)
+        if is_output:  # few do: images that were not fitted decide on its penalty
+            return ""
         return f"{positions} positions are too few for its {inputs} inputs" if positions < inputs else ""
 
     def _add_up(self, value: Tensor) -> Tensor:
@@ -253,13 +265,17 @@ class _Recovery:
                 target = target - layer.bias.reshape(target.shape[0], 1, -1).float()
             x = patches(layer, x, at).float()
             sums.add(x, target)
-            if plan.rectifier is not None:
+            if plan.rectifier is not None or plan.is_output:
                 seen.append((x, target, base))
             targets[batch] = None
         sums.reduce(self._add_up)
         fixed = None if plan.gain is None else plan.gain == 0
         shifts = layer.bias is not None or norm is not None
-        fit = sums.fit(self.ridge, shifts, fixed)
+        ridge = self.ridge
+        if ridge is None and plan.is_output:
+            bias = 0.0 if layer.bias is None else layer.bias.float()
+            ridge = penalty_of_scores(sums, [(x, y) for x, y, _ in seen], bias, shifts, self._add_up)
+        fit = sums.fit(ridge, shifts, fixed)
         for _ in range(ROUNDS if plan.rectifier is not None else 0):
             weight = fit.flat.float()
             sums.forget_targets()
@@ -395,6 +411,7 @@ class _Plan:
         gain: 1 ÷ its factors in the block's sum, where it ends a residual block.
         rectifier: the bounds of the activation behind it.
         is_written: does something write into its output (an in-place activation)?
+        is_output: does it make the network's class scores?
     """
 
     name: str
@@ -402,3 +419,4 @@ class _Plan:
     gain: Tensor | None = field(default=None, compare=False)
     rectifier: Rectifier | None = field(default=None, compare=False)
     is_written: bool = False
+    is_output: bool = False

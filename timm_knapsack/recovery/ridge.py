@@ -125,6 +125,12 @@ class RidgeSums:
         dtype = self.layer.weight.dtype
         return Fit(weight.to(dtype), flat, shift.reshape(-1), before / total, error / total, ridge)
 
+    def fit_of_half(self, half: int, ridge: float, shifts: bool) -> tuple[Tensor, Tensor]:
+        """Weights [groups, inputs, outputs] and shift [outputs] of a fit on one half of the images."""
+        normal = _Normal(self.halves[half], self.now, shifts)
+        change = normal.solve(ridge)
+        return self.now + change, normal.shift(change).reshape(-1)
+
     def _best_penalty(self, shifts: bool) -> float:
         if not self.halves[0].count or not self.halves[1].count:
             return math.inf

@@ -71,7 +71,7 @@ def value_curves(
     count = sum(map(len, batches))
     if count < 2:
         raise ScoreError("value curves need at least two images, one to fit on and one to measure on; a few hundred do")
-    fitted, held = _split(batches)
+    fitted, held = split_held_out(batches)
     networks = [model] if original is None else [model, original]
     with eval_mode(*networks), torch.no_grad(), _bar(progress) as bar:
         pass_ = _Measuring(model, groups, original, fitted, held, widths, accelerator, bar)
@@ -79,8 +79,13 @@ def value_curves(
     return ValueCurves(curves, model=model_name(model), data=data, samples=count)
 
 
-def _split(batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Images to fit on and images to measure on: every fourth is held out, at most 192."""
+def split_held_out(batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Images to fit on and images to measure on: every fourth is held out, at most 192.
+
+    Example:
+        >>> [sum(map(len, part)) for part in split_held_out([torch.zeros(8, 3, 4, 4)] * 2)]
+        [12, 4]
+    """
     size = max(map(len, batches))
     images = torch.cat(list(batches))
     every = max(HELD_OUT if len(images) >= HELD_OUT else 2, -(-len(images) // MOST_HELD_OUT))
