@@ -232,3 +232,35 @@ def test_a_number_of_images_that_is_none_is_refused(number):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
     with pytest.raises(KnapsackError, match=r"images=.*at least one image"):
         tk.recover(copy.deepcopy(net), net, [images()], kept={}, images=number)
+
+
+class TwoSums(nn.Module):
+    """A transformer's block: attention's place is taken by a linear, and each branch reads through a norm."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.norm1, self.mix, self.norm2 = nn.LayerNorm(width), nn.Linear(width, width), nn.LayerNorm(width)
+        self.fc1, self.fc2 = nn.Linear(width, 12), nn.Linear(12, width)
+
+    def forward(self, x):
+        x = x + self.mix(self.norm1(x))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+
+def test_a_branch_inside_a_block_is_fitted_to_its_own_sum_too():
+    """What an earlier layer lost is made good at the first sum behind it, not only at the end of the block."""
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(6, 6), nn.Sequential(TwoSums(), TwoSums()), nn.Linear(6, 3)).eval()
+    student = copy.deepcopy(teacher)
+    with torch.no_grad():
+        student[1][0].fc1 = nn.Linear(6, 3)
+        student[1][0].fc1.weight.copy_(teacher[1][0].fc1.weight[:3])
+        student[1][0].fc1.bias.copy_(teacher[1][0].fc1.bias[:3])
+        student[1][0].fc2 = nn.Linear(3, 6)
+        student[1][0].fc2.weight.copy_(teacher[1][0].fc2.weight[:, :3])
+    data = [torch.randn(32, 5, 6, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    fits = recover_layers(student, teacher, [x.reshape(32, 5, 6, 1).flatten(2) for x in data],
+                          kept={"1.0.fc1": torch.arange(3)})  # fmt: skip
+    kinds = {fit.name: fit.target for fit in fits}
+    assert kinds["1.0.fc2"] == kinds["1.1.mix"] == kinds["1.1.fc2"] == "block"
+    assert kinds["1.1.fc1"] == "layer"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import timm_knapsack as tk
-from timm_knapsack.recovery import closed_form
+from timm_knapsack.recovery import closed_form, plans
 from timm_knapsack.recovery.closed_form import recover_layers
 from timm_knapsack.recovery.rectified import Rectifier
 from timm_knapsack.slim.cutting import kept_outputs
@@ -149,14 +149,14 @@ def test_behind_other_activations_there_are_no_rounds(act, monkeypatch):
 def test_a_layer_without_an_activation_is_fitted_plainly(monkeypatch):
     """All but the last layer's targets are one-sided; the last is the same regression as without rounds."""
     seen = []
-    original = closed_form._Recovery._rectifier
+    original = plans.Planner._rectifier
 
     def noted(self, name, tap, gain):
         found = original(self, name, tap, gain)
         seen.append((name, None if found is None else (found.low, found.high)))
         return found
 
-    monkeypatch.setattr(closed_form._Recovery, "_rectifier", noted)
+    monkeypatch.setattr(plans.Planner, "_rectifier", noted)
     error(chain(nn.ReLU()), 1, monkeypatch)
     assert dict(seen) == {"0.first": (0.0, INF), "0.second": (0.0, INF), "0.last": None}
     seen.clear()
