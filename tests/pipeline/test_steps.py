@@ -6,7 +6,7 @@ import torch
 
 import timm_knapsack as tk
 from timm_knapsack.errors import KnapsackError
-from timm_knapsack.pipeline.steps import choose_in_steps, steps_for
+from timm_knapsack.pipeline.steps import choose_in_steps
 from timm_knapsack.slim.cutting import kept_outputs
 
 
@@ -57,15 +57,6 @@ def test_the_saved_result_is_the_model(network, tmp_path):
     again = timm.create_model(f"local-dir:{tmp_path / 'half'}", pretrained=True).eval()
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(again(images), result.model.eval()(images))
-
-
-def test_the_number_of_steps_follows_from_the_predicted_loss(network, monkeypatch):
-    model, loader, groups, curves = network
-    assert [steps_for(loss) for loss in (0.0, 0.03, 0.031, 0.3, 1.0, 30.0, 1e9)] == [1, 1, 2, 2, 3, 4, 4]
-    monkeypatch.setattr("timm_knapsack.pipeline.steps.SMALL_LOSS", 1e-9)
-    monkeypatch.setattr("timm_knapsack.pipeline.steps.MOST_STEPS", 2)
-    result = choose_in_steps(model, curves, tk.Budget(macs=0.5), loader, groups=groups)
-    assert result.report.steps == 2
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "two"])

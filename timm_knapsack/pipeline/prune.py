@@ -32,7 +32,7 @@ def prune(
     method: str | None = None,
     recover: bool | None = None,
     refine: bool = False,
-    steps: int | None = None,
+    steps: int = 1,
     round_to: int = 1,
     min_keep: float = 1,
     ignore: Sequence[str] = (),
@@ -56,8 +56,7 @@ def prune(
         recover: refit what is left on the images; by default wherever images are given, except with the paper's method.
         refine: then a few hundred gradient steps on the same images, without labels (`refine`): minutes, and closer
             to the original.
-        steps: in how many steps the network is cut, refitted in between and its curves measured again; by default as
-            many as the predicted loss asks for.
+        steps: in how many steps the network is cut, refitted in between and its curves measured again.
         round_to: keep multiples of this many channels, as some hardware likes.
         min_keep: least number of units to keep in each group, or a fraction below 1 of its size.
         ignore: patterns (``"layer4.*"``) of groups or layers to leave alone; ``":streams"`` for all residual streams.

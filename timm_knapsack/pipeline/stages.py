@@ -22,6 +22,7 @@ from ..errors import KnapsackError, TrainingError
 from ..human_numbers import human
 from ..models.model_source import ModelSource
 from ..pruning.budget import Budget
+from ..pruning.choose import sweep
 from ..recovery.closed_form import recover_layers
 from ..recovery.refinement import refine_steps
 from ..reports.page import write_report
@@ -36,7 +37,6 @@ from .measured_loss import collapse_warning, measure_loss
 from .recipe import finetune_config
 from .saving import save_run
 from .stage import Job, Stage, Student, run_stages
-from .steps import choose_in_steps
 
 # ---- what is there before anything is pruned ----------------------------------------------------------------------
 
@@ -115,8 +115,7 @@ def _prune(job: Job) -> str:
     if not isinstance(budget, Budget):
         budget = Budget(**budget, table=job.get("table"))
     options = {"groups": job["groups"], "base_args": job.source.base_args, **asdict(job.settings.prune)}
-    again = job.get("recovery")  # what is refitted in the end is refitted on the way, too
-    result = choose_in_steps(job["base"], job["scores"], budget, again, images=job.settings.recover.images, **options)
+    result = sweep(job["base"], job["scores"], [budget], **options)[0]
     student = Student(result.model, RunRecord.of_pruning(result, job.source.to_dict()), result=result)
     student.record.add_curves(job["scores"], job["groups"], result.keep)
     if (loader := job.get("calibration")) is not None:  # recovery, where it follows, measures again
