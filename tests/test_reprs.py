@@ -28,7 +28,7 @@ def things():
 
 
 SAYS = {
-    "groups": r"ChannelGroups\(14 groups, 400 units, 1 frozen\)",
+    "groups": r"ChannelGroups\(14 groups, 400 units, 1 frozen, verified: values\)",
     "scores": r"Scores\(14 groups, 400 units, abs\)",
     "curves": r"ValueCurves\(14 groups of cifar_resnet20, 8 images\)",
     "result": r"PruneResult\(cifar_resnet20: macs [\d.]+%, params [\d.]+% left; not recovered: top-1 .*\)",

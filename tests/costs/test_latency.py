@@ -207,10 +207,10 @@ def test_layer_times_sum_to_the_network(model):
     clock, names = Device(), ["stem", "blocks.0.conv1", "blocks.0.conv2", "blocks.1.conv1", "blocks.1.conv2", "fc"]
     timer = LayerTimer(model, names, clock)
     times = timer.time_pass(torch.zeros(1, 3, 6, 6))
-    timer.remove()
     assert list(times) == ["", *names]
     assert sum(times.values()) == pytest.approx(true_seconds(model))
     assert times["blocks.0.conv2"] == pytest.approx(linear_device(model.blocks[0].conv2))
+    assert not any(module._forward_pre_hooks for module in model.modules())  # copies would take hooks along
 
 
 def test_a_layer_that_runs_twice_costs_twice():

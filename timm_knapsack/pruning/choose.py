@@ -117,6 +117,7 @@ def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits
         seconds=time.perf_counter() - start,
         scores=dict(values.about),
         predicted_loss=values.loss_of(solution.value),
+        loss_gap=_loss_gap(values, solution),
         group_losses=_group_losses(values, groups, offered, found.counts),
         loss_with_more=_loss_with_more(values, groups, offered, costs, allowed),
         frozen=dict(groups.frozen),
@@ -134,6 +135,12 @@ def _group_losses(values, groups: ChannelGroups, ladders: Sequence[Ladder], coun
     }
     losses = {name: loss for name, value in worth.items() if (loss := values.loss_of(value)) is not None}
     return dict(sorted(losses.items(), key=lambda item: -item[1]))
+
+
+def _loss_gap(values, solution) -> float | None:
+    """What the solver's upper bound leaves open, as a loss: the bound itself is in the units of the values."""
+    predicted, least = values.loss_of(solution.value), values.loss_of(solution.upper_bound)
+    return None if predicted is None or least is None else predicted - least
 
 
 def _loss_with_more(values, groups, ladders, costs: Sequence[Cost], limits: Mapping[str, float]) -> float | None:

@@ -199,8 +199,9 @@ def _cost_note(pruning: Mapping[str, Any]) -> str:
     """How good the choice is, and how sure that is: what the solver has proved, in words."""
     value, bound, whole = pruning["value"], pruning.get("upper_bound"), pruning.get("total_value")
     if pruning.get("predicted_loss") is not None:
-        note = f"Predicted from the curves below, group by group, this choice loses {pruning['predicted_loss']:.3g}"
-        possible = None if bound is None else f"{max(0.0, -bound):.3g}"
+        predicted, gap = pruning["predicted_loss"], pruning.get("loss_gap")
+        note = f"Predicted from the curves below, group by group, this choice loses {predicted:.3g}"
+        possible = None if bound is None or gap is None else f"{max(0.0, predicted - gap):.3g}"
         less = "lose less"
     elif whole:
         note = f"This choice keeps {value / whole:.2%} of the importance of all channels"

@@ -58,7 +58,7 @@ class RunRecord:
 
     def add_curves(self, values: Any, groups: Any, keep: Mapping[str, Any], most: int = 33) -> None:
         """From `ValueCurves` and the units that stay; at most ``most`` widths of each group are kept."""
-        if not values.is_loss:
+        if values.loss_of(0.0) is None:
             return
         for group in groups:
             rungs = values.ladder(group)
@@ -68,7 +68,7 @@ class RunRecord:
             self.curves[group.name] = {
                 "size": group.size,
                 "counts": [int(rungs.counts[i]) for i in at],
-                "loss": [max(0.0, -float(rungs.value[i])) for i in at],
+                "loss": [values.loss_of(float(rungs.value[i])) for i in at],
                 "chosen": chosen,
             }
 

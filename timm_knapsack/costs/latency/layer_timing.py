@@ -237,7 +237,7 @@ class LayerTimer:
         self._marks: list[Any] = []
         self._names: list[str] = []
         modules = dict(network.named_modules())
-        self._handles = [modules[name].register_forward_pre_hook(self._enter(name)) for name in layers]
+        self._layers = [(name, modules[name]) for name in layers]
 
     def _enter(self, name: str) -> Callable:
         def hook(module, inputs):
@@ -248,14 +248,16 @@ class LayerTimer:
 
     def time_pass(self, images: Tensor) -> dict[str, float]:
         """``{layer: seconds}`` of one forward pass; ``""`` is the time before the first layer."""
-        self._names, self._marks = [""], [self._clock.mark()]
-        self._network(images)
-        self._marks.append(self._clock.mark())
+        # The hooks are there during the pass only: copies of the network would carry them along, and mark its layers.
+        handles = [layer.register_forward_pre_hook(self._enter(name)) for name, layer in self._layers]
+        try:
+            self._names, self._marks = [""], [self._clock.mark()]
+            self._network(images)
+            self._marks.append(self._clock.mark())
+        finally:
+            for handle in handles:
+                handle.remove()
         times: dict[str, float] = {}
         for name, seconds in zip(self._names, self._clock.seconds(self._marks), strict=True):
             times[name] = times.get(name, 0.0) + seconds  # a layer that is called twice costs twice
         return times
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()

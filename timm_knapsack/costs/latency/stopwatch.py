@@ -43,9 +43,7 @@ class _InTorch(Timed):
     def layer_seconds(self, passes):
         watch = self._watch
         timer = LayerTimer(self._network, watch.layers, watch.clock)
-        found = [timer.time_pass(watch.images) for _ in range(1 + passes)][1:]
-        timer.remove()
-        return found
+        return [timer.time_pass(watch.images) for _ in range(1 + passes)][1:]
 
 
 class _Profiled(Timed):

@@ -39,7 +39,8 @@ def check_table(data: Mapping[str, Any]) -> None:
 
 def _check_conditions(conditions: Any) -> None:
     _require(isinstance(conditions, dict), "conditions", conditions, "an object")
-    kinds = {"device": str, "device_name": str, "dtype": str, "memory_format": str, "timer": str, "compiled": bool}
+    texts = dict.fromkeys(("device", "device_name", "dtype", "memory_format", "timer", "runtime"), str)
+    kinds = {**texts, "int8": bool, "compiled": bool}
     for key, value in conditions.items():
         if key in kinds:
             _require(isinstance(value, kinds[key]), f"conditions.{key}", value, kinds[key].__name__)
