@@ -1,7 +1,7 @@
 """The choice in several steps: cut a part, refit, measure anew what is worth what, cut on.
 
 Curves say what the whole network loses when one group is cut, and far from the whole network other layers may matter.
-Measuring again on the way did not pay on the networks that it was tried on (docs/results.md), so one step is the default.
+Measuring again on the way did not pay on the networks that it was tried on (docs/results.md): one step is the default.
 """
 
 import logging
