@@ -44,7 +44,7 @@ def record(name: str, batch_size: int, seconds: float) -> tuple[np.ndarray, np.n
     slim = tk.prune(model, scores=scores, budget=tk.Budget(macs=0.5), groups=groups, round_to=8).model
     conditions = Conditions.of(model, batch_size=batch_size)
     clock, images = conditions.clock(), conditions.images()
-    networks = [conditions.prepared(net) for net in (model, slim)]
+    networks = [conditions.started(net) for net in (model, slim)]
     order, ends, rounds = np.random.default_rng(0), [], []
     with conditions.active():
         for network in networks:

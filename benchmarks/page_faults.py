@@ -36,7 +36,7 @@ def main() -> None:
     images, clock = conditions.images(), conditions.clock()
     for how, memory in (("as it comes", nullcontext), ("kept", memory_kept)):
         for comparison in range(4):
-            networks = [conditions.prepared(model) for _ in range(3)]
+            networks = [conditions.started(model) for _ in range(3)]
             faults, times = [], []
             with memory(), torch.inference_mode():
                 for _ in range(options.rounds):

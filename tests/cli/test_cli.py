@@ -205,7 +205,6 @@ MISTAKES = {
     "no data": ("evaluate resnet20-half", "--data FOLDER"),
     "not a pruned model": ("finetune images --data images", "is no folder with a pruned model"),
     "unreachable budget": (f"{P} --budget macs=0.0001 --data images --limit 10", "the smallest reachable is"),
-    "unlabelled training": ("finetune resnet20-half --data flat --out u", "has no labels"),
 }  # fmt: skip
 
 
@@ -263,12 +262,19 @@ def test_full_disk(user, monkeypatch):
     check(user(line), "the disk is full", code=1)
 
 
+def test_images_without_labels_are_trained_on_by_the_teacher(user, work):
+    code, _, err = user("finetune resnet20-half --data flat --out u --epochs 1 --batch-size 6 --device cpu")
+    assert code == 0 and "finetune: 1 epoch" in err, err
+    assert (work / "u" / "model" / "model.safetensors").exists()
+
+
 def test_old_checkpoint(user, work):
     """An unfinished run's folder is neither overwritten nor resumed with other settings."""
     line = "finetune resnet20-half --data images --batch-size 10 --out old --device cpu"
     assert user(f"{line} --epochs 1")[0] == 0
     check(user(f"{line} --epochs 1"), "earlier run")
-    check(user(f"{line} --epochs 1 --lr 0.5 --resume"), "belongs to another run: config.lr is 0.02")
+    # None: the run chooses its rate
+    check(user(f"{line} --epochs 1 --lr 0.5 --resume"), "belongs to another run: config.lr is None in the checkpoint")
     state = work / "old" / "checkpoints" / "last" / "state.json"
     state.write_text(state.read_text().replace('"version": 1', '"version": 0'))
     check(user(f"{line} --epochs 1 --resume"), "has version 0")

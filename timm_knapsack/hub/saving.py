@@ -217,7 +217,7 @@ def _check_rebuilds(model: nn.Module, config: ChannelConfig, state: Mapping[str,
     if wrong:
         raise CheckpointError(
             f"{config.base} and this model's channel config do not give this model: {'; '.join(wrong[:3])}. If the "
-            "base was created with arguments such as img_size, say so: prune(…, base_args={'img_size': 256})"
+            "base was created with arguments such as depth, say so: prune(…, base_args={'depth': 8})"
         )
     return args
 

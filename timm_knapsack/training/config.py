@@ -160,7 +160,7 @@ class FinetuneConfig:
         values = {name: getattr(self, name) for name in _FOLLOWING}
         return {**values, "label_smoothing": self.distillation.label_smoothing}
 
-    def with_choices(self, values: Mapping[str, Any]) -> "FinetuneConfig":
+    def with_chosen(self, values: Mapping[str, Any]) -> "FinetuneConfig":
         """This config with what `choices` gave."""
         own = {name: values[name] for name in _FOLLOWING}
         return replace(self, **own, distillation=replace(self.distillation, label_smoothing=values["label_smoothing"]))

@@ -156,7 +156,7 @@ class _Run:
         self.identity["data"] = describe_data(self.batches, first, accelerator)
         if checkpoint is not None:
             self._check_same_run(checkpoint)
-            self.config = _with_choices(config, checkpoint)
+            self.config = _with_chosen(config, checkpoint)
         else:
             self.config, line = fit_to_run(config, accelerator, self.module, self.batches, images, targets)
             if line and accelerator.is_main_process:
@@ -409,9 +409,9 @@ class _Run:
             raise CheckpointError(f"{checkpoint.path} can't be resumed: {error}") from error
 
 
-def _with_choices(config: FinetuneConfig, checkpoint: Checkpoint) -> FinetuneConfig:
+def _with_chosen(config: FinetuneConfig, checkpoint: Checkpoint) -> FinetuneConfig:
     """What followed from the run when it began."""
     try:
-        return config.with_choices(checkpoint.state["choices"])
+        return config.with_chosen(checkpoint.state["choices"])
     except (KeyError, TypeError, TrainingError) as error:
         raise CheckpointError(f"{checkpoint.path} can't be resumed: its choices make no sense: {error}") from None
