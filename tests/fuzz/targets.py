@@ -20,7 +20,7 @@ from timm_knapsack.costs.latency.table import LatencyTable
 from timm_knapsack.hub.model_card import model_card
 from timm_knapsack.models.model_source import ModelSource
 from timm_knapsack.pipeline.recipe import Recipe
-from timm_knapsack.reports import page
+from timm_knapsack.reports import charts, page
 from timm_knapsack.reports.run_record import RunRecord
 from timm_knapsack.slim.channel_config import ChannelConfig
 from timm_knapsack.slim.tensor_files import write_tensors
@@ -204,7 +204,7 @@ def prepare_record(folder: Path) -> tuple[Path, Any]:
     record.sweep = [{"what": "half", "macs": 1e6, "top1": 50.0, "kind": "pruned"}]
     alone = folder / "alone"
     alone.mkdir()
-    page.find_spec = lambda name: None  # no pictures: matplotlib takes a second for each
+    charts.find_spec = lambda name: None  # no pictures: matplotlib takes a second for each
     return record.save(alone), alone
 
 

@@ -9,7 +9,7 @@ from timm_knapsack.pipeline import quickstart as module
 def test_every_step_does_its_part(tmp_path):
     """At 15 % of the MACs the cut alone guesses; recovery and fine-tuning each bring something back."""
     result = module.quickstart(
-        tmp_path, model_args={"channels": (16, 32, 64)}, base_epochs=8, tune_epochs=4, sweep=False,
+        tmp_path, model_args={"channels": (16, 32, 64)}, base_epochs=8, tune_epochs=4, round_to=1, sweep=False,
         say=lambda text: None,
     )  # fmt: skip
     top1, macs = result["top1"], result["macs"]

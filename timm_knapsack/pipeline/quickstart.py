@@ -50,6 +50,7 @@ def quickstart(
     model_args: Mapping[str, Any] | None = None,
     base_epochs: int = 8,
     tune_epochs: int = 4,
+    round_to: int = ROUND_TO,
     sweep: bool = True,
     say: Callable[[str], Any] = say_on_stderr,
 ) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def quickstart(
 
     Args:
         model_args: arguments of ``timm.create_model``; 10 classes by default.
+        round_to: keep multiples of this many channels.
         sweep: also measure other budgets and the original on smaller images, for the report's curve.
         say: gets the line of each stage.
 
@@ -67,8 +69,8 @@ def quickstart(
         Accuracies in percent, the table, the files, and the two lines of Python that use the result.
 
     Example:
-        >>> tiny = {"model_args": {"channels": (4, 4, 4)}, "base_epochs": 1, "tune_epochs": 1, "sweep": False}
-        >>> result = quickstart("quickstart", **tiny)
+        >>> tiny = {"model_args": {"channels": (8, 8, 8)}, "round_to": 1, "base_epochs": 1, "tune_epochs": 1}
+        >>> result = quickstart("quickstart", sweep=False, **tiny)
         >>> list(result["top1"])
         ['original', 'pruned', 'recovered', 'fine-tuned']
     """
@@ -82,7 +84,7 @@ def quickstart(
     settings = Settings(
         model=ModelPart(model_name, pretrained=False, args={"num_classes": 10, **(model_args or {})}),
         budget=Budget(macs=BUDGET),
-        prune=PrunePart(round_to=ROUND_TO),
+        prune=PrunePart(round_to=round_to),
         recover=RecoverPart(images=CALIBRATION_IMAGES),
         finetune={"epochs": tune_epochs, "log_interval": 5, "progress": False},
         latency=LatencyPart(batch_size=16, seconds=5),

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .pictures import EXTRA, FAINT, GONE, KEPT, chart, draw_kept_channels
+from .pictures import EXTRA, FAINT, GONE, KEPT, chart, draw_kept_channels, trade_off_series
 from .run_record import RunRecord
 
 MOST_CURVES = 6
@@ -18,7 +18,7 @@ def can_draw() -> bool:
 
 
 def draw_charts(record: RunRecord, out: Path) -> tuple[dict[str, str], list[Path]]:
-    """Figures by name (training, accuracy, curves, sweep), each as HTML, those that there is data for; and files."""
+    """Figures by name (training, accuracy, curves, sweep, time) as HTML, those that there is data for; and files."""
     if not can_draw():
         return {}, []
     pictures = [out / "kept_channels.png", out / "kept_channels.svg"]
@@ -30,6 +30,7 @@ def draw_charts(record: RunRecord, out: Path) -> tuple[dict[str, str], list[Path
         ("training", "training.png", _training(record)),
         ("curves", "value_curves.png", _curves(record.curves)),
         ("sweep", "accuracy_macs.png", sweep_chart(record.sweep)),
+        ("time", "accuracy_time.png", time_chart(record.sweep)),
     ):
         if made is not None:
             figures[name] = figure(made, out / file)
@@ -133,3 +134,10 @@ def sweep_chart(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         "series": series, "title": title, "x_label": "million MACs", "y_label": "top-1, %",
         "percent": True, "arrow": arrow,
     }  # fmt: skip
+
+
+def time_chart(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Accuracy against measured time, where a sweep measured it."""
+    series = trade_off_series(rows, "seconds", 1e3)
+    labels = {"x_label": "ms for one batch", "y_label": "top-1, %"}
+    return {"series": series, "title": "Accuracy against time", **labels, "percent": True} if series else None

@@ -116,10 +116,11 @@ def _page(record: RunRecord, stages: list[dict[str, Any]], out: Path) -> tuple[s
     both = "".join(figures.get(name, "") for name in ("accuracy", "training"))
     if not can_draw():
         both = "<p>Charts need matplotlib: pip install 'timm-knapsack[report]'</p>"
+    trade_off = figures.get("sweep", "") + figures.get("time", "")
     sections = [
         _section("Asked, counted, measured", _cost_table(record), _cost_note(pruning)),
         _section("Accuracy", _accuracy_table(rows)) if rows else "",
-        _section("Accuracy against MACs", *_sweep_parts(record.sweep, figures.get("sweep"))) if record.sweep else "",
+        _section("Accuracy against MACs", *_sweep_parts(record.sweep, trade_off)) if record.sweep else "",
         _section("Fine-tuning", _charts_of(both)) if both else "",
         _section("What each width would cost", _charts_of(figures["curves"])) if "curves" in figures else "",
         _section("MACs of each stage", _legend() + _bars(_stage_rows(stages))) if stages else "",
