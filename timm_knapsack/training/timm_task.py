@@ -55,14 +55,17 @@ class InnerDistillationTask(TrainingTask):
         teacher_model: the original: a model, a timm name, or timm's ``DistillationTeacher``.
         criterion: loss of the student's outputs and the targets; cross-entropy by default.
         teacher_pretrained_path: weights of a teacher that is given by name.
-        distill_loss_weight, task_loss_weight: of the logits' distance and of ``criterion``, both 1 by default; with
-            only the second given, the first is 1 minus it, as in timm.
+        distill_loss_weight: of the logits' distance; 1 by default, and 1 minus ``task_loss_weight`` where that alone
+            is given, as in timm.
+        task_loss_weight: of ``criterion``; 1 by default.
         inner_loss_weight: of the inner maps' distance; the paper takes 20 to 30.
         temperature: of the logits' distance.
         at: where maps are compared: ``"convs"``, ``"blocks"``, ``"stages"`` or module names.
         init: every ``M_l`` starts as the ``"selection"`` of the channels that the student kept, which a model from
             `prune` or a saved folder knows; or as the ``"ridge"`` solution, which `init_from_data` finds.
-        device, dtype, verbose: as in timm.
+        device: as in timm.
+        dtype: as in timm.
+        verbose: as in timm.
 
     Example:
         >>> import timm, timm_knapsack as tk
