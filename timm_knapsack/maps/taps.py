@@ -137,13 +137,23 @@ def kept_at(
         >>> kept_at(net, "0", {"0.0": torch.tensor([1, 3])}, wide=4, slim=2)
         tensor([1, 3])
     """
+    found = (kept[key] for key in makers_at(teacher, name, wide) if key in kept and len(kept[key]) == slim)
+    return next(found, None)
+
+
+def makers_at(teacher: nn.Module, name: str, wide: int) -> list[str]:
+    """A block and the layers inside it that have as many output channels, the last first: one of them makes its map.
+
+    Example:
+        >>> makers_at(nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())), "0", wide=4)
+        ['0', '0.0']
+    """
     inside = [
         f"{name}.{child}"
         for child, module in teacher.get_submodule(name).named_modules()
         if child and getattr(module, "out_channels", getattr(module, "out_features", None)) == wide
     ]
-    found = (kept[key] for key in [name, *reversed(inside)] if key in kept and len(kept[key]) == slim)
-    return next(found, None)
+    return [name, *reversed(inside)]
 
 
 def find_taps(model: nn.Module, at: str | Sequence[str], example: torch.Tensor) -> list[Tap]:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from ..errors import TrainingError
 from ..maps.batches import images_of
 from ..maps.distance import output_distance
-from ..maps.taps import Tap, find_taps, listen
+from ..maps.taps import Tap, find_taps, listen, makers_at
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
 
@@ -392,12 +392,8 @@ def _channel_dim(tap: Tap, student: torch.Tensor | None, teacher: torch.Tensor) 
 
 def _selection(teacher: nn.Module, name: str, kept: Mapping[str, Any], wide: int, slim: int) -> torch.Tensor:
     """The matrix that puts each of the student's channels back where the teacher has it; zeros elsewhere."""
-    inside = [
-        f"{name}.{child}"
-        for child, module in teacher.get_submodule(name).named_modules()
-        if child and getattr(module, "out_channels", getattr(module, "out_features", None)) == wide
-    ]
-    for key in [name, *reversed(inside)]:
+    makers = makers_at(teacher, name, wide)
+    for key in makers:
         if key in kept and len(kept[key]) == slim:
             index = torch.as_tensor(kept[key], dtype=torch.long).cpu()
             if index.ndim != 1 or len(index.unique()) != slim or index.min() < 0 or index.max() >= wide:
@@ -407,5 +403,5 @@ def _selection(teacher: nn.Module, name: str, kept: Mapping[str, Any], wide: int
             return weight
     raise TrainingError(
         f"ikd_init='selection' needs kept[{name!r}]: which {slim} of the teacher's {wide} channels the student kept "
-        f"(or the entry of a layer inside: {', '.join(inside[-3:]) or 'none'}); or use ikd_init='ridge'"
+        f"(or the entry of a layer inside: {', '.join(reversed(makers[1:4])) or 'none'}); or use ikd_init='ridge'"
     )

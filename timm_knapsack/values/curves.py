@@ -21,8 +21,8 @@ FORMAT = "timm-knapsack/values"
 TINY = 1e-12
 # Losses of several groups do not add up: errors of one layer run into the next, and what a whole network would absorb,
 # a network that is cut everywhere does not. So powers of them are added up. Of 32 ways to cut ResNet-20 to half of its
-# MACs, 0.75 ranks the joint losses best (rank correlation 0.87, 0.83 with plain sums, 0.51 with square roots); with
-# 0.5 single layers are cut to almost nothing, which EfficientNet-Lite0 does not survive.
+# MACs, 0.75 ranks the joint losses best (rank correlation 0.87, 0.83 with plain sums, 0.51 with square roots); with 0.5
+# layers are cut to almost nothing, which EfficientNet-Lite0 does not survive (measured ad hoc, on training images).
 POWER = 0.75
 SLOPES = (0.5, 3.0)  # exponents of the power law outside of the measured widths: nearly linear, never flat
 
