@@ -108,7 +108,7 @@ def test_saved_is_loaded(network, tmp_path):
                 assert getattr(loaded[name], part).dtype == getattr(curve, part).dtype
             assert loaded[name].note == curve.note
         assert (loaded.model, loaded.data, loaded.samples) == ("Mixed", "noise", 7)
-        assert loaded.about == {"criterion": "curves", "data": "noise", "samples": 7}
+        assert loaded.about == {"criterion": "curves", "data": "noise", "samples": 7, "power": POWER}
     assert [p.name for p in tmp_path.iterdir()] == ["values.safetensors"]
 
 

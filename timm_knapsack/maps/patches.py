@@ -5,9 +5,7 @@ random where a map has more of them than are needed.
 """
 
 import torch
-from timm.layers import pad_same
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 def patches(layer: nn.Module, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -23,29 +21,40 @@ def patches(layer: nn.Module, x: Tensor, positions: Tensor | None = None) -> Ten
         x = x if positions is None else x[:, positions]
         return x.reshape(1, -1, x.shape[-1])
     kernel, stride, dilation = layer.weight.shape[2:], layer.stride, layer.dilation
-    x = _padded(layer, x)
+    top, left, rows, columns = _grid(layer, x)
     if positions is None:
-        seen = x.flatten(2) if kernel.numel() == 1 and stride == (1, 1) else F.unfold(x, kernel, dilation, 0, stride)
-        seen = seen.reshape(x.shape[0], layer.groups, -1, seen.shape[2])  # [images, groups, inputs, positions]
-        return seen.permute(1, 0, 3, 2).reshape(layer.groups, -1, seen.shape[2])
-    columns = (x.shape[3] - dilation[1] * (kernel[1] - 1) - 1) // stride[1] + 1
-    corner = positions // columns * stride[0] * x.shape[3] + positions % columns * stride[1]
-    tap_y = torch.arange(kernel[0], device=x.device).repeat_interleave(kernel[1]) * dilation[0]
-    tap_x = torch.arange(kernel[1], device=x.device).repeat(kernel[0]) * dilation[1]
-    at = corner[:, None] + (tap_y * x.shape[3] + tap_x)[None]  # [positions, taps]
-    seen = x.flatten(2).index_select(2, at.reshape(-1))
-    seen = seen.reshape(x.shape[0], layer.groups, -1, *at.shape)  # [images, groups, channels, positions, taps]
-    return seen.permute(1, 0, 3, 2, 4).reshape(layer.groups, x.shape[0] * len(at), -1)
+        positions = torch.arange(rows * columns, device=x.device)
+    y = (positions // columns * stride[0] - top)[:, None]
+    y = y + (torch.arange(kernel[0], device=x.device) * dilation[0]).repeat_interleave(kernel[1])
+    z = (positions % columns * stride[1] - left)[:, None]
+    z = z + (torch.arange(kernel[1], device=x.device) * dilation[1]).repeat(kernel[0])  # both [positions, taps]
+    images, channels, height, width = x.shape
+    inside = (y >= 0) & (y < height) & (z >= 0) & (z < width)
+    at = y.clamp(0, height - 1) * width + z.clamp(0, width - 1)
+    # one row of memory for each tap: no copy of the map where its channels lie side by side
+    seen = x.permute(0, 2, 3, 1).reshape(images, height * width, channels).index_select(1, at.reshape(-1))
+    seen = seen.reshape(images, *at.shape, layer.groups, -1)
+    if not inside.all():
+        seen = seen * inside[None, :, :, None, None]  # padding
+    return seen.permute(3, 0, 1, 4, 2).reshape(layer.groups, images * len(at), -1)
 
 
-def _padded(layer: nn.Module, x: Tensor) -> Tensor:
+def _grid(layer: nn.Module, x: Tensor) -> tuple[int, int, int, int]:
+    """How far the first output position reaches beyond the map, above and to the left, and rows and columns of these."""
+    reach = [d * (k - 1) + 1 for k, d in zip(layer.weight.shape[2:], layer.dilation, strict=True)]
+    size = tuple(x.shape[2:])
     if type(layer).__name__ == "Conv2dSame":  # timm pads these while they run
-        return pad_same(x, layer.weight.shape[-2:], layer.stride, layer.dilation)
+        counts = [-(-n // s) for n, s in zip(size, layer.stride, strict=True)]
+        steps = zip(counts, layer.stride, reach, size, strict=True)
+        before = [max((c - 1) * s + r - n, 0) // 2 for c, s, r, n in steps]
+        return before[0], before[1], counts[0], counts[1]
     if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         raise ValueError(f"its padding ({layer.padding}, {layer.padding_mode}) has no closed form here")
-    if not any(layer.padding):
-        return x
-    return F.pad(x, (layer.padding[1], layer.padding[1], layer.padding[0], layer.padding[0]))
+    top, left = layer.padding
+    rows, columns = (
+        (n + 2 * p - r) // s + 1 for n, p, r, s in zip(size, layer.padding, reach, layer.stride, strict=True)
+    )
+    return top, left, rows, columns
 
 
 def outputs(layer: nn.Module, y: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -59,11 +68,11 @@ def outputs(layer: nn.Module, y: Tensor, positions: Tensor | None = None) -> Ten
         y = y.reshape(y.shape[0], -1, y.shape[-1])
         y = y if positions is None else y[:, positions]
         return y.reshape(1, -1, y.shape[-1])
-    y = y.flatten(2)
-    y = y if positions is None else y.index_select(2, positions)
-    images, channels, count = y.shape
-    y = y.reshape(images, layer.groups, channels // layer.groups, count)
-    return y.permute(1, 0, 3, 2).reshape(layer.groups, images * count, -1)
+    images, channels = y.shape[:2]
+    y = y.permute(0, 2, 3, 1).reshape(images, -1, channels)  # no copy where channels lie side by side
+    y = y if positions is None else y.index_select(1, positions)
+    y = y.reshape(images * y.shape[1], layer.groups, channels // layer.groups)
+    return y.transpose(0, 1).contiguous()
 
 
 def count_positions(layer: nn.Module, y: Tensor) -> int:
@@ -97,6 +106,10 @@ def flat_weight(layer: nn.Module) -> Tensor:
         >>> flat_weight(nn.Conv2d(4, 8, 3, groups=2)).shape
         torch.Size([2, 18, 4])
     """
-    groups = 1 if isinstance(layer, nn.Linear) else layer.groups
+    groups = groups_of(layer)
     weight = layer.weight.detach()
     return weight.reshape(groups, weight.shape[0] // groups, -1).transpose(1, 2)
+
+
+def groups_of(layer: nn.Module) -> int:
+    return 1 if isinstance(layer, nn.Linear) else layer.groups

@@ -208,10 +208,10 @@ class Walk:
     def module(self) -> nn.Module:
         return self.modules[self.segment.name]
 
-    def run(self, batch: int) -> Any:
+    def run(self, batch: int, gradients: bool = False) -> Any:
         """The current segment's output for a batch; hooks and stand-ins inside the segment take effect."""
         args, kwargs = self._fresh(batch) if self._base == self.position else self._capture(batch)
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradients):
             return self.module(*args, **kwargs)
 
     def rest(self, batch: int, model: nn.Module | None = None) -> Any:

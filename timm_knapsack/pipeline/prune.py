@@ -16,11 +16,13 @@ from ..pruning.result import PruneResult
 from ..recovery.closed_form import recover_layers
 from ..recovery.refinement import refine_steps
 from ..slim.channel_groups import ChannelGroups
+from ..values.curves import ValueCurves
 from ..values.gradient_pass import taylor_scores
 from ..values.group_values import GroupValues
 from ..values.valuation import METHODS, value_channels
 from .measured_loss import collapse_warning, measure_loss
 from .steps import choose_in_steps
+from .trials import Trial, choose_power
 
 
 def prune(
@@ -44,9 +46,9 @@ def prune(
 ) -> PruneResult:
     """Prune a model to a budget; the model itself is left untouched.
 
-    What each width of each group would cost the network is measured on the images (`value_curves`), the widths that
-    lose least within the budget are cut out, what is left is refitted in closed form (`recover`), and what was lost
-    is measured. A network that has collapsed is a warning with the way out.
+    What each width of each group would cost the network is measured on the images (`value_curves`); how these losses
+    add up in this network is found out by trial; the widths that lose least within the budget are cut out, what is left
+    is refitted (`recover`), and what was lost is measured. A network that has collapsed is a warning with the way out.
 
     Args:
         loader: images, with labels or without; a few hundred do. Labels are used for the last measurement only.
@@ -87,6 +89,9 @@ def prune(
         scores = value_channels(model, groups, loader, criterion, **scoring)
     options = {"round_to": round_to, "min_keep": min_keep, "ignore": ignore, "bounds": bounds}
     recover = loader is not None and method != "paper" if recover is None else recover
+    trials: tuple[Trial, ...] = ()
+    if recover and isinstance(scores, ValueCurves):
+        scores, trials = choose_power(model, scores, budget, loader, groups=groups, **options)
     result = choose_in_steps(
         model, scores, budget, loader if recover else None, groups=groups, steps=steps, base_args=base_args, **options
     )
@@ -96,7 +101,8 @@ def prune(
         recover_layers(result.model, model, loader, kept=result.kept_channels)
     if refine:
         refine_steps(result.model, model, loader, kept=result.kept_channels)
-    report = replace(result.report, loss=measure_loss(result.model, model, loader, recovered=recover))
+    loss = measure_loss(result.model, model, loader, recovered=recover)
+    report = replace(result.report, loss=loss, trials={trial.power: trial.loss for trial in trials})
     if warning := collapse_warning(report.model, report.loss, report.group_losses):
         warnings.warn(warning, stacklevel=2)
     return replace(result, report=report)

@@ -80,7 +80,8 @@ def choose_in_steps(
         example = None if shape is None else torch.empty(shape, device="meta", dtype=example_dtype(model))
         left = find_channel_groups(part.model, example, verify="none")
         found = value_curves(part.model, left, batches, original=model, progress=False)
-        curves = ValueCurves({name: found[name] for name in _alike(groups, part.keep, left)}, samples=found.samples)
+        curves = {name: found[name] for name in _alike(groups, part.keep, left)}
+        curves = ValueCurves(curves, samples=found.samples, power=values.power)
         values = RemainingValues(values, curves, part.keep)
     result = sweep(model, values, [budget], groups=groups, **options)[0]
     report = replace(result.report, predicted_loss=lost + result.report.predicted_loss, steps=steps)

@@ -20,18 +20,20 @@ from torch import Tensor, nn
 
 from ..errors import KnapsackError
 from ..maps.batches import image_batches, varied
-from ..maps.patches import draw_positions, outputs, patches
-from ..maps.taps import find_blocks, find_taps
+from ..maps.patches import draw_positions, groups_of, outputs, patches
+from ..maps.taps import find_blocks, find_taps, kept_at
 from ..maps.walk import PROBE_IMAGES, Segment, Walk, find_segments, hooked, watch_execution
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
 from .finished_layers import FinishedLayers
+from .joint_fit import FittedLayer, JointFit
 from .output_layer import penalty_of_scores
-from .plans import POSITIONS, Plan, Planner
+from .plans import Plan, Planner, wanted_positions
 from .ridge import RidgeSums, check_ridge
 
 log = logging.getLogger(__name__)
 
+JOINT_STEPS = 4
 ROUNDS = 2  # of fitting again, where an activation makes the targets one-sided
 
 
@@ -54,6 +56,7 @@ def recover(
     kept: Mapping[str, Tensor] | None = None,
     ridge: float | None = None,
     images: int | None = None,
+    joint: int = JOINT_STEPS,
     accelerator=None,
 ) -> nn.Module:
     """Rebuild the teacher's maps in a pruned student, in place, without gradients; returns the student.
@@ -75,18 +78,22 @@ def recover(
         >>> result = prune(model, loader, budget=Budget(macs=0.5))
         >>> student = recover(result.model, model, loader)
     """
-    recover_layers(student, teacher, loader, kept=kept, ridge=ridge, images=images, accelerator=accelerator)
+    recover_layers(
+        student, teacher, loader, kept=kept, ridge=ridge, images=images, joint=joint, accelerator=accelerator
+    )
     return student
 
 
-def recover_layers(student, teacher, loader, *, kept=None, ridge=None, images=None, accelerator=None) -> list[LayerFit]:
+def recover_layers(
+    student, teacher, loader, *, kept=None, ridge=None, images=None, joint=JOINT_STEPS, accelerator=None
+) -> list[LayerFit]:
     """As `recover`; returns how each layer fared."""
     kept = dict(kept if kept is not None else kept_of(student, teacher))
     _check_pair(student, teacher, kept)
     check_ridge(ridge)
     batches = varied(image_batches(loader, images, next(student.parameters()).device))
     with eval_mode(student, teacher), torch.no_grad():
-        return _Recovery(student, teacher, batches, kept, ridge, accelerator).run()
+        return _Recovery(student, teacher, batches, kept, ridge, joint, accelerator).run()
 
 
 def _check_pair(student: nn.Module, teacher: nn.Module, kept: Mapping[str, Tensor]) -> None:
@@ -107,9 +114,10 @@ def _check_pair(student: nn.Module, teacher: nn.Module, kept: Mapping[str, Tenso
 
 
 class _Recovery:
-    def __init__(self, student, teacher, batches, kept, ridge, accelerator):
-        self.kept, self.ridge, self.accelerator = kept, ridge, accelerator
-        self.share = max(1, POSITIONS // len(batches))  # positions of each batch
+    def __init__(self, student, teacher, batches, kept, ridge, joint, accelerator):
+        self.kept, self.ridge, self.joint, self.accelerator = kept, ridge, joint, accelerator
+        self.moments: list[FittedLayer] = []  # of the layers of this segment that were fitted
+        self.count = len(batches)  # on all processes
         numbers = range(len(batches))
         if accelerator is not None:
             numbers = numbers[accelerator.process_index :: accelerator.num_processes]
@@ -146,6 +154,7 @@ class _Recovery:
         tap = self.taps.get(segment.name)
         plans = self.planner.plans(names, tap)
         targets, full = self._targets(plans)
+        wanted = None if is_last or not self.joint else self._block_targets(segment, full)
         if not is_last:
             self.theirs.advance(full)
         finished = FinishedLayers(self.ours)
@@ -158,9 +167,30 @@ class _Recovery:
             else:
                 fits.append(LayerFit(plan.name, "layer", 0.0, 0.0, plan.skipped))
             finished.add(plan.name, plan.is_written)
+        if wanted is not None and len(self.moments) > 1:
+            fit = JointFit(self.ours, self.moments, wanted, self.seeds, self._add_up)
+            before, after = fit.run(self.joint)
+            log.info("recover: %s as a whole misses %.4f, before %.4f", segment.name, after, before)
+            finished = FinishedLayers(self.ours)
+        self.moments = []
         if not is_last:
             self.ours.advance([finished.run(batch) for batch in range(self.ours.probe)])
         return fits
+
+    def _block_targets(self, segment: Segment, full: list[Any]) -> list[Tensor] | None:
+        """What the segment should return for each batch, or None where that can't be compared channel by channel."""
+        slim, wide = self.ours.run(self.ours.probe), self.theirs.run(self.theirs.probe)
+        if not isinstance(slim, Tensor) or not isinstance(wide, Tensor) or slim.dim() != wide.dim():
+            return None
+        differing = [dim for dim in range(wide.dim()) if wide.shape[dim] != slim.shape[dim]]
+        if not differing:
+            return [output.float().clone() for output in full]
+        index = kept_at(
+            self.theirs.model, segment.name, self.kept, wide.shape[differing[0]], slim.shape[differing[0]]
+        )
+        if len(differing) > 1 or index is None:
+            return None
+        return [output.float().index_select(differing[0], index.to(output.device)) for output in full]
 
     def _add_up(self, value: Tensor) -> Tensor:
         return value if self.accelerator is None else self.accelerator.reduce(value, "sum")
@@ -177,10 +207,13 @@ class _Recovery:
 
                 def keep(y, name=plan.name, batch=batch):
                     layer, index = self.ours.modules[name], self.kept.get(name)
-                    if index is not None:
-                        y = y.index_select(1 if isinstance(layer, nn.Conv2d) else -1, index.to(y.device))
-                    at = draw_positions(layer, y, self.share, self.seeds[batch])
-                    targets[name].append((at, outputs(layer, y, at).float()))
+                    at = draw_positions(layer, y, wanted_positions(layer) // self.count + 1, self.seeds[batch])
+                    full_layer = self.theirs.modules[name]
+                    made = outputs(full_layer, y, at)
+                    if index is not None:  # of all groups at once, then group by group as the student has them
+                        made = made.transpose(0, 1).flatten(1).index_select(1, index.to(y.device))
+                        made = made.reshape(len(made), groups_of(layer), -1).transpose(0, 1).contiguous()
+                    targets[name].append((at, made.float()))
 
                 if plan.gain is None:
                     hooks.append((self.theirs.modules[plan.name], "output", keep))
@@ -229,6 +262,7 @@ class _Recovery:
         if not torch.isfinite(fit.weight).all():
             return LayerFit(name, "layer", fit.error_before, fit.error_before, "the fit is not finite")
         layer.weight.copy_(fit.weight)
+        self.moments.append(FittedLayer(name, *sums.moments(), norm))
         if layer.bias is not None:
             layer.bias.add_(fit.shift.to(layer.bias.dtype))
         elif norm is not None:

@@ -97,6 +97,12 @@ class RidgeSums:
             for name, value in vars(half).items():
                 setattr(half, name, add_up(value))
 
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Means of x xᵀ [groups, inputs, inputs] and of x [groups, inputs] over all positions."""
+        both = self.halves[0] + self.halves[1]
+        count = both.count.clamp_min(1)
+        return both.gram / count, both.input_sum / count
+
     @property
     def positions(self) -> int:
         return int(self.halves[0].count + self.halves[1].count)

@@ -52,7 +52,7 @@ class RemainingValues(GroupValues):
         if curve is None:  # what is left of it stays
             return Ladder(np.array([len(left)]), np.zeros(1), np.concatenate([left, gone]))
         back = before.value[before.counts >= len(left)]
-        value = np.concatenate([-curve.hull()[1:], GONE * (back[1:] - back[0])])
+        value = np.concatenate([-curve.hull(self.curves.power)[1:], GONE * (back[1:] - back[0])])
         return Ladder(np.arange(1, group.size + 1), value, np.concatenate([left[curve.order[::-1]], gone]))
 
     def loss_of(self, value: float) -> float:

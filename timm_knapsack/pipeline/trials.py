@@ -1,0 +1,88 @@
+"""How losses of single groups add up in this network, found out by trial.
+
+Each group's curve says what is lost when that group alone is cut. Cut together, groups lose more than the sum: blocks
+that make up for each other one at a time do not when all of them are cut. How much more differs from network to
+network and can't be read off the curves. So the network is cut by several ways of adding up, from "all of a few groups"
+to "a little of each", each is quickly refitted, and what is lost in fact, on images that no fit has seen, decides.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..maps.batches import image_batches
+from ..maps.views import random_views
+from ..pruning.budget import Budget
+from ..pruning.choose import sweep
+from ..recovery.closed_form import recover_layers
+from ..slim.channel_groups import ChannelGroups
+from ..values.curves import ValueCurves
+from ..values.measured_curves import split_held_out
+from .measured_loss import measure_loss
+
+log = logging.getLogger(__name__)
+
+POWERS = (0.6, 0.8, 1.0, 1.3, 1.7, 2.3)
+IMAGES = 384  # at most: the candidates see the same ones, so differences show
+LEAST_IMAGES = 16
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way of adding up, and what the network lost that was chosen by it."""
+
+    power: float
+    loss: float
+
+
+def choose_power(
+    model: nn.Module, curves: ValueCurves, budget: Budget, loader: Iterable, *, groups: ChannelGroups, **options: Any
+) -> tuple[ValueCurves, tuple[Trial, ...]]:
+    """The curves with the power by which a network of this budget loses least, and what was tried.
+
+    Other budgets than MACs are tried at the MACs that they lead to, so that nothing is timed but the result.
+
+    Args:
+        loader: images; with fewer than 16 the curves stay as they are.
+        options: of `sweep`: limits of widths.
+
+    Example:
+        >>> curves = value_curves(model, groups, loader)
+        >>> curves, trials = choose_power(model, curves, Budget(macs=0.5), loader, groups=groups)
+        >>> min(trials, key=lambda trial: trial.loss).power == curves.power
+        True
+    """
+    batches = image_batches(loader, IMAGES, next(model.parameters()).device)
+    if sum(map(len, batches)) < LEAST_IMAGES:
+        return curves, ()
+    fitted, held = split_held_out(batches)
+    held = held + [random_views(images, seed=number, share=1.0) for number, images in enumerate(held)]
+    if set(budget.asked) != {"macs"}:
+        keep = sweep(model, curves, [budget], groups=groups, **options)[0].keep
+        budget = Budget(macs=groups.macs([len(keep[group.name]) for group in groups]) / groups.macs())
+    tried: dict[float, float] = {}
+    known: dict[tuple, float] = {}  # widths that were tried already
+
+    def loss(power: float) -> float:
+        if power not in tried:
+            result = sweep(model, curves.with_power(power), [budget], groups=groups, **options)[0]
+            key = tuple(tuple(result.keep[group.name].tolist()) for group in groups)
+            if key not in known:
+                recover_layers(result.model, model, fitted, kept=result.kept_channels, joint=0)
+                known[key] = measure_loss(result.model, model, held, recovered=True).measured
+            tried[power] = known[key]
+            log.info("losses added up by their power %.1f: the network loses %.4g", power, tried[power])
+        return tried[power]
+
+    best = POWERS.index(curves.power) if curves.power in POWERS else len(POWERS) // 2
+    while True:  # downhill among the powers
+        near = [place for place in (best - 1, best, best + 1) if 0 <= place < len(POWERS)]
+        least = min(near, key=lambda place: loss(POWERS[place]))
+        if least == best:
+            break
+        best = least
+    trials = tuple(Trial(power, lost) for power, lost in sorted(tried.items()))
+    return curves.with_power(POWERS[best]), trials
