@@ -22,7 +22,7 @@ from ..values.group_values import GroupValues
 from ..values.valuation import METHODS, value_channels
 from .measured_loss import collapse_warning, measure_loss
 from .steps import choose_in_steps
-from .trials import Trial, choose_power
+from .trials import Trial, choose_power, with_trials
 
 
 def prune(
@@ -101,8 +101,8 @@ def prune(
         recover_layers(result.model, model, loader, kept=result.kept_channels)
     if refine:
         refine_steps(result.model, model, loader, kept=result.kept_channels)
-    loss = measure_loss(result.model, model, loader, recovered=recover)
-    report = replace(result.report, loss=loss, trials={trial.power: trial.loss for trial in trials})
+    report = with_trials(result.report, trials)
+    report = replace(report, loss=measure_loss(result.model, model, loader, recovered=recover))
     if warning := collapse_warning(report.model, report.loss, report.group_losses):
         warnings.warn(warning, stacklevel=2)
     return replace(result, report=report)

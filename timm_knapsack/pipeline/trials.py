@@ -7,8 +7,8 @@ to "a little of each", each is quickly refitted, and what is lost in fact, on im
 """
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ from ..maps.batches import image_batches
 from ..maps.views import random_views
 from ..pruning.budget import Budget
 from ..pruning.choose import sweep
+from ..pruning.result import PruneReport
 from ..recovery.closed_form import recover_layers
 from ..slim.channel_groups import ChannelGroups
 from ..values.curves import ValueCurves
@@ -86,3 +87,17 @@ def choose_power(
         best = least
     trials = tuple(Trial(power, lost) for power, lost in sorted(tried.items()))
     return curves.with_power(POWERS[best]), trials
+
+
+def with_trials(report: PruneReport, trials: Sequence[Trial]) -> PruneReport:
+    """The report with what was tried; what it predicts is in the scale of the trial that won."""
+    if not trials:
+        return report
+    tried = {trial.power: trial.loss for trial in trials}
+    scale = min(tried.values()) / report.predicted_loss if report.predicted_loss else 1.0
+    scaled = {
+        name: value * scale
+        for name in ("predicted_loss", "loss_gap", "loss_with_more")
+        if (value := getattr(report, name)) is not None
+    }
+    return replace(report, trials=tried, **scaled)

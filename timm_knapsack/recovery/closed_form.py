@@ -1,10 +1,11 @@
-"""Rebuild in closed form what pruning lost: no gradients, a few hundred images.
+"""Rebuild what pruning lost by least squares: no labels, no rate, no schedule, a few hundred images.
 
 Segment by segment and, inside a segment, layer by layer, in the order in which they run, on the student's own features,
 ridge regression fits each conv or linear to the teacher's pre-activation map at the channels that were kept. A layer
 that ends a residual branch is fitted to the teacher's sum minus the student's own shortcut, at the end of a block and
 inside it (behind attention), so that the errors of earlier layers are corrected and not passed on. The paper's ``M_l``
-is the same regressor; here it is folded into the weights and costs nothing at inference.
+is the same regressor; here it is folded into the weights and costs nothing at inference. All this is closed form. Then
+the layers of a block move together towards the block's output, by a few Gauss-Newton steps (`joint_fit`).
 
 The teacher runs once, and its maps are kept at the sampled positions only. The student runs once too: layers that are
 finished return what they returned before, so that each further layer of a segment costs only what lies between.
@@ -33,7 +34,7 @@ from .ridge import RidgeSums, check_ridge
 
 log = logging.getLogger(__name__)
 
-JOINT_STEPS = 4
+JOINT_STEPS = 4  # of fitting the layers of a block together
 ROUNDS = 2  # of fitting again, where an activation makes the targets one-sided
 
 
@@ -59,7 +60,7 @@ def recover(
     joint: int = JOINT_STEPS,
     accelerator=None,
 ) -> nn.Module:
-    """Rebuild the teacher's maps in a pruned student, in place, without gradients; returns the student.
+    """Rebuild the teacher's maps in a pruned student by least squares, in place; returns the student.
 
     BatchNorm statistics are corrected along the way. Layers without a closed form (weight-standardised convs, shared
     layers) and layers with more inputs than the images have positions are left alone, and the log says which; the last
@@ -72,6 +73,8 @@ def recover(
         ridge: penalty on the change of the weights, relative to the mean square of the inputs; by default each layer's
             own, the one whose fit on one half of the images does best on the other.
         images: use at most this many.
+        joint: steps in which the layers of a block, each fitted by itself, are then fitted together to the block's
+            output; 0 leaves them as they are (quicker by half or more).
         accelerator: of several processes, each takes every n-th batch of the loader, and all end with the same weights.
 
     Example:
@@ -91,6 +94,8 @@ def recover_layers(
     kept = dict(kept if kept is not None else kept_of(student, teacher))
     _check_pair(student, teacher, kept)
     check_ridge(ridge)
+    if isinstance(joint, bool) or not isinstance(joint, int) or joint < 0:
+        raise KnapsackError(f"joint={joint!r}: expected a whole number of steps, 0 for none")
     batches = varied(image_batches(loader, images, next(student.parameters()).device))
     with eval_mode(student, teacher), torch.no_grad():
         return _Recovery(student, teacher, batches, kept, ridge, joint, accelerator).run()

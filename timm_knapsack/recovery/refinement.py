@@ -32,9 +32,9 @@ LEAST_IMAGES = 4
 BATCH = 32
 EPOCHS = 16
 CHECKS = 8  # states on the way that are compared
-STEP = 3e-3  # of a weight's own size, at the peak of the schedule
+STEP = 6e-3  # of a weight's own size, at the peak of the schedule
 WARM_UP = 0.1  # of all steps
-INNER = 10.0  # weight of the blocks' relative squared error beside the outputs' divergence
+INNER = 100.0  # weight of the blocks' relative squared error beside the outputs' divergence
 TEMPERATURE = 2.0
 
 
