@@ -1,11 +1,13 @@
-"""One call for every network: tk.prune(model, loader, budget=tk.Budget(macs=f)); top-1 without any gradient step.
+"""One call for every network: tk.prune(model, loader, budget=tk.Budget(macs=f)); top-1 without labels and training.
 
     python benchmarks/choice.py                        # every network, budget and column: many hours on 2 cores
     python benchmarks/choice.py --nets resnet20 --budgets 0.5 --images 128 --test 500 --threads 1
 
 Columns, all with the same calibration images (1024 of CIFAR-10's training images, ImageNet's 1000 beside the weights):
 
-ours           tk.prune(model, loader, budget=tk.Budget(macs=f)): value curves, knapsack, recovery; no other option
+ours           tk.prune(model, loader, budget=tk.Budget(macs=f)): value curves, trials, knapsack, recovery by
+               least squares (closed form layer by layer, then Gauss-Newton steps block by block); no other option
+closed-form    the same widths, recovered in closed form alone (tk.recover(…, joint=0))
 refined        the same, then tk.refine on the same images: gradients, but no labels
 paper          the paper's Taylor scores and knapsack (method="paper"), then tk.recover
 threshold      a global threshold on the same Taylor scores, to the same MACs, then tk.recover
@@ -104,7 +106,7 @@ def _rows(name, todo, options, say) -> None:
             print(f"{start}  left out: {error}", flush=True)
             continue
         except Exception as error:  # a competitor that can't prune this network is a row too
-            if column in ("ours", "refined"):
+            if column in ("ours", "closed-form", "refined"):
                 raise
             say(f"{start}  failed: {type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}")
             continue
@@ -140,6 +142,7 @@ class Job:
         self.groups = tk.find_channel_groups(self.model)
         self.known = {}
         self.made: dict[float, Made] = {}
+        self.kept: dict[float, tuple] = {}  # units and channels of what was made
 
     def values(self, kind: str, measure: Callable):
         """Values and the seconds they took, from the file if they were measured with the same code and images."""
@@ -170,8 +173,21 @@ def ours(job: Job, budget: float) -> Made:
     took = time.perf_counter() - start
     print(f"  {result.report.outcome}", flush=True)
     job.made[budget] = made = Made(result.model, seconds, result.report.seconds, took - result.report.seconds)
-    made.note = f"{result.report.steps} steps, predicted {result.report.predicted_loss:.3g}"
+    tried = " ".join(f"{power:g}:{loss:.3g}" for power, loss in result.report.trials.items())
+    made.note = f"predicted {result.report.predicted_loss:.3g}, tried {tried}"
+    job.kept[budget] = result.keep, result.kept_channels
     return made
+
+
+def closed_form(job: Job, budget: float) -> Made:
+    """The widths that the column before has chosen, every layer fitted by itself and no more."""
+    if budget not in job.kept:
+        ours(job, budget)
+    keep, kept = job.kept[budget]
+    slim = tk.slice_model(job.model, job.groups, keep)
+    start = time.perf_counter()
+    tk.recover(slim, job.model, job.loader, kept=kept, joint=0)
+    return Made(slim, job.made[budget].curves, job.made[budget].choice, time.perf_counter() - start)
 
 
 def refined(job: Job, budget: float) -> Made:
@@ -225,8 +241,8 @@ def torch_pruning(job: Job, budget: float) -> Made:
 
 
 COLUMNS: dict[str, Callable[[Job, float], Made]] = {
-    "ours": ours, "refined": refined, "paper": paper, "threshold": threshold, "uniform": uniform,
-    "torch-pruning": torch_pruning,
+    "ours": ours, "closed-form": closed_form, "refined": refined, "paper": paper, "threshold": threshold,
+    "uniform": uniform, "torch-pruning": torch_pruning,
 }  # fmt: skip
 
 

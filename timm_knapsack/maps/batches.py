@@ -129,7 +129,7 @@ def image_batches(loader: Iterable | None, limit: int | None = None, device: Any
         if not torch.isfinite(x).all():
             raise KnapsackError("images hold values that are not finite (nan or infinite)")
         if len(x):
-            # CPUs and GPUs run convs faster so: ResNet-50 by a quarter, EfficientNet-Lite0 by a third (2 cores, AVX-512)
+            # convs run faster so: ResNet-50 by a quarter, EfficientNet-Lite0 by a third (one core with AVX-512)
             batches.append(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
         count += len(x)
         if limit is not None and count >= limit:

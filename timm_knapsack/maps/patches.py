@@ -40,7 +40,7 @@ def patches(layer: nn.Module, x: Tensor, positions: Tensor | None = None) -> Ten
 
 
 def _grid(layer: nn.Module, x: Tensor) -> tuple[int, int, int, int]:
-    """How far the first output position reaches beyond the map, above and to the left, and rows and columns of these."""
+    """How far the first output position reaches beyond the map, above and left, and the rows and columns of these."""
     reach = [d * (k - 1) + 1 for k, d in zip(layer.weight.shape[2:], layer.dilation, strict=True)]
     size = tuple(x.shape[2:])
     if type(layer).__name__ == "Conv2dSame":  # timm pads these while they run

@@ -72,7 +72,7 @@ def choose_power(
             result = sweep(model, curves.with_power(power), [budget], groups=groups, **options)[0]
             key = tuple(tuple(result.keep[group.name].tolist()) for group in groups)
             if key not in known:
-                recover_layers(result.model, model, fitted, kept=result.kept_channels, joint=0)
+                recover_layers(result.model, model, fitted, kept=result.kept_channels, joint=0, views=False)
                 known[key] = measure_loss(result.model, model, held, recovered=True).measured
             tried[power] = known[key]
             log.info("losses added up by their power %.1f: the network loses %.4g", power, tried[power])

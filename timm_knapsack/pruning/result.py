@@ -84,7 +84,7 @@ class PruneReport:
     seconds: float
     corrections: int = 0  # times that a network was measured, missed the budget, and was solved for again
     layer_costs: dict[str, tuple[LayerCost, ...]] = field(default_factory=dict)  # {cost: layer by layer} where it tells
-    predicted_loss: float | None = None  # with value curves: what the groups' losses come to, in the scale of the trials
+    predicted_loss: float | None = None  # with value curves: what the groups' losses come to, on the trials' scale
     loss_gap: float | None = None  # no other choice can be predicted to lose less by more than this: it is proven
     group_losses: dict[str, float] = field(default_factory=dict)  # of each group alone, the largest first
     loss_with_more: float | None = None  # predicted, had one more percent of the original's cost been allowed

@@ -23,6 +23,7 @@ from ..errors import KnapsackError
 from ..maps.batches import image_batches, varied
 from ..maps.patches import draw_positions, groups_of, outputs, patches
 from ..maps.taps import find_blocks, find_taps, kept_at
+from ..maps.views import random_views
 from ..maps.walk import PROBE_IMAGES, Segment, Walk, find_segments, hooked, watch_execution
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
@@ -35,6 +36,7 @@ from .ridge import RidgeSums, check_ridge
 log = logging.getLogger(__name__)
 
 JOINT_STEPS = 4  # of fitting the layers of a block together
+FEW_IMAGES = 1024  # up to so many, a view of each helps
 ROUNDS = 2  # of fitting again, where an activation makes the targets one-sided
 
 
@@ -58,6 +60,7 @@ def recover(
     ridge: float | None = None,
     images: int | None = None,
     joint: int = JOINT_STEPS,
+    views: bool = True,
     accelerator=None,
 ) -> nn.Module:
     """Rebuild the teacher's maps in a pruned student by least squares, in place; returns the student.
@@ -75,20 +78,20 @@ def recover(
         images: use at most this many.
         joint: steps in which the layers of a block, each fitted by itself, are then fitted together to the block's
             output; 0 leaves them as they are (quicker by half or more).
+        views: fit on another view of each image as well (a crop, mirrored, brighter), if there are at most 1024.
         accelerator: of several processes, each takes every n-th batch of the loader, and all end with the same weights.
 
     Example:
         >>> result = prune(model, loader, budget=Budget(macs=0.5))
         >>> student = recover(result.model, model, loader)
     """
-    recover_layers(
-        student, teacher, loader, kept=kept, ridge=ridge, images=images, joint=joint, accelerator=accelerator
-    )
+    options = {"ridge": ridge, "images": images, "joint": joint, "views": views, "accelerator": accelerator}
+    recover_layers(student, teacher, loader, kept=kept, **options)
     return student
 
 
 def recover_layers(
-    student, teacher, loader, *, kept=None, ridge=None, images=None, joint=JOINT_STEPS, accelerator=None
+    student, teacher, loader, *, kept=None, ridge=None, images=None, joint=JOINT_STEPS, views=True, accelerator=None
 ) -> list[LayerFit]:
     """As `recover`; returns how each layer fared."""
     kept = dict(kept if kept is not None else kept_of(student, teacher))
@@ -97,6 +100,8 @@ def recover_layers(
     if isinstance(joint, bool) or not isinstance(joint, int) or joint < 0:
         raise KnapsackError(f"joint={joint!r}: expected a whole number of steps, 0 for none")
     batches = varied(image_batches(loader, images, next(student.parameters()).device))
+    if views and sum(map(len, batches)) <= FEW_IMAGES:
+        batches += [random_views(batch, seed=number, share=1.0) for number, batch in enumerate(batches)]
     with eval_mode(student, teacher), torch.no_grad():
         return _Recovery(student, teacher, batches, kept, ridge, joint, accelerator).run()
 

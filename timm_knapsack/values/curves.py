@@ -20,8 +20,8 @@ from .value_files import read_values
 FORMAT = "timm-knapsack/values"
 TINY = 1e-12
 # Losses of several groups do not add up: what a whole network would make up for, a network that is cut everywhere does
-# not. So powers of them are added up. Below 1 the choice takes all of a few groups, above 1 a little of each; what suits
-# a network is found out by trial (pipeline/trials.py), and this is where the trials begin.
+# not. So powers of them are added up. Below 1 the choice takes all of a few groups, above 1 a little of each; what
+# suits a network is found out by trial (pipeline/trials.py), and this is where the trials begin.
 POWER = 1.3
 SLOPES = (0.5, 3.0)  # exponents of the power law outside of the measured widths: nearly linear, never flat
 
