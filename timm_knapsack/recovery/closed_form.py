@@ -100,7 +100,7 @@ def recover_layers(
     if isinstance(joint, bool) or not isinstance(joint, int) or joint < 0:
         raise KnapsackError(f"joint={joint!r}: expected a whole number of steps, 0 for none")
     batches = varied(image_batches(loader, images, next(student.parameters()).device))
-    if views and sum(map(len, batches)) <= FEW_IMAGES:
+    if views and sum(map(len, batches)) <= FEW_IMAGES and all(batch.dim() == 4 for batch in batches):
         batches += [random_views(batch, seed=number, share=1.0) for number, batch in enumerate(batches)]
     with eval_mode(student, teacher), torch.no_grad():
         return _Recovery(student, teacher, batches, kept, ridge, joint, accelerator).run()
