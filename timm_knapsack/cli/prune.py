@@ -48,7 +48,7 @@ def prune(
         str | None, typer.Option(help="Another way to value channels than the method's; an unknown one lists all.")
     ] = None,
     recover: Annotated[
-        bool | None, typer.Option(help="Refit what is left on the images, in closed form; not with the paper's method.")
+        bool | None, typer.Option(help="Refit what is left on the images; not with the paper's method.")
     ] = None,
     refine: RefineOption = False,
     recover_images: Annotated[int, typer.Option(help="Images to recover with.")] = 1024,

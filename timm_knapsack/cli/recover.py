@@ -1,4 +1,4 @@
-"""recover: refit a pruned model to its original in closed form, without gradients."""
+"""recover: refit a pruned model to its original by least squares, without labels."""
 
 import os
 from typing import Annotated
@@ -32,7 +32,7 @@ def recover(
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Refit a pruned model to its original on images, in closed form: no labels, no gradients, minutes.
+    """Refit a pruned model to its original on images, by least squares: no labels, nothing to choose, minutes.
 
     `prune` does it already where it has images; this is for other images, more of them, or several devices:
     accelerate launch -m timm_knapsack recover … (recipes/accelerate has configs).

@@ -118,7 +118,7 @@ def _outcome(job: Job, seconds: float) -> dict[str, Any]:
 
 def _table(top1: Mapping[str, float], macs: Any, params: Any, times: Mapping[str, Any]) -> list[list[str]]:
     """What each step did to the accuracy, as a curve of bars, and what it costs: a head and a row for each step."""
-    words = {"pruned": f"cut to {macs.counted / macs.original:.0%} of the MACs", "recovered": "recovered, no gradient"}
+    words = {"pruned": f"cut to {macs.counted / macs.original:.0%} of the MACs", "recovered": "recovered, no training"}
     rows = [["", "top-1", "", "MACs", "parameters", f"time, batch {times['batch_size']}"]]
     for what, value in top1.items():
         figures = [human(macs.original), human(params.original), human(times["original"], "s")]

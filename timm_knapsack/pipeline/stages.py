@@ -137,7 +137,7 @@ def _recover(job: Job) -> str:
         student.model, job["base"], loader, kept=student.kept, images=images, accelerator=job.accelerator
     )
     count = min(count_images(loader) or images, images)
-    how = f"recovered in closed form with {count} images"
+    how = f"recovered with {count} images"
     if job.settings.recover.refine:
         found = refine_steps(
             student.model, job["base"], loader, kept=student.kept, images=images, accelerator=job.accelerator

@@ -52,7 +52,8 @@ def choose_power(
 
     Example:
         >>> curves = value_curves(model, groups, loader)
-        >>> curves, trials = choose_power(model, curves, Budget(macs=0.5), loader, groups=groups)
+        >>> more = [torch.randn(16, 3, 64, 64)]
+        >>> curves, trials = choose_power(model, curves, Budget(macs=0.5), more, groups=groups)
         >>> min(trials, key=lambda trial: trial.loss).power == curves.power
         True
     """
