@@ -173,7 +173,7 @@ def ours(job: Job, budget: float) -> Made:
     took = time.perf_counter() - start
     print(f"  {result.report.outcome}", flush=True)
     job.made[budget] = made = Made(result.model, seconds, result.report.seconds, took - result.report.seconds)
-    tried = " ".join(f"{power:g}:{loss:.3g}" for power, loss in result.report.trials.items())
+    tried = " ".join(f"{power}:{loss:.3g}" for power, loss in result.report.trials.items())
     made.note = f"predicted {result.report.predicted_loss:.3g}, tried {tried}"
     job.kept[budget] = result.keep, result.kept_channels
     return made

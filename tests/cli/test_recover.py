@@ -59,4 +59,4 @@ def test_the_record_says_what_was_lost(work):
     recover(work, "three")
     record = RunRecord.load(work / "three")
     assert record.pruning["loss"]["recovered"] and record.pruning["loss"]["images"] == 20
-    assert "recovered in closed form with 20 images" in (work / "three" / "README.md").read_text()
+    assert "recovered with 20 images" in (work / "three" / "README.md").read_text()

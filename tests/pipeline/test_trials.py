@@ -81,7 +81,7 @@ def test_the_report_predicts_on_the_scale_of_the_trials(network):
     model, groups, curves = network
     report = tk.sweep(model, curves, [HALF], groups=groups)[0].report
     scaled = with_trials(report, [trials.Trial(1.0, 0.3), trials.Trial(1.3, 0.2)])
-    assert scaled.predicted_loss == pytest.approx(0.2) and scaled.trials == {1.0: 0.3, 1.3: 0.2}
+    assert scaled.predicted_loss == pytest.approx(0.2) and scaled.trials == {"1": 0.3, "1.3": 0.2}
     assert scaled.loss_with_more / scaled.predicted_loss == pytest.approx(
         report.loss_with_more / report.predicted_loss
     )

@@ -66,7 +66,7 @@ def choose_in_steps(
         return result
     if loader is None or not isinstance(values, ValueCurves):
         raise KnapsackError(f"steps={steps} measures value curves again and again: it needs curves, and images")
-    macs, lost = result.report.line("macs"), 0.0
+    macs, lost, power = result.report.line("macs"), 0.0, values.power
     few = min(IMAGES_ON_THE_WAY, images or IMAGES_ON_THE_WAY)
     batches = image_batches(loader, few)
     fitted, held = split_held_out(batches)  # what curves are measured on, no refit may see
@@ -81,7 +81,7 @@ def choose_in_steps(
         left = find_channel_groups(part.model, example, verify="none")
         found = value_curves(part.model, left, batches, original=model, progress=False)
         curves = {name: found[name] for name in _alike(groups, part.keep, left)}
-        curves = ValueCurves(curves, samples=found.samples, power=values.power)
+        curves = ValueCurves(curves, samples=found.samples, power=power)
         values = RemainingValues(values, curves, part.keep)
     result = sweep(model, values, [budget], groups=groups, **options)[0]
     report = replace(result.report, predicted_loss=lost + result.report.predicted_loss, steps=steps)

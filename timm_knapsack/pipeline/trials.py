@@ -94,7 +94,7 @@ def with_trials(report: PruneReport, trials: Sequence[Trial]) -> PruneReport:
     """The report with what was tried; what it predicts is in the scale of the trial that won."""
     if not trials:
         return report
-    tried = {trial.power: trial.loss for trial in trials}
+    tried = {f"{trial.power:g}": trial.loss for trial in trials}
     scale = min(tried.values()) / report.predicted_loss if report.predicted_loss else 1.0
     scaled = {
         name: value * scale

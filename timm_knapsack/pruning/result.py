@@ -88,7 +88,7 @@ class PruneReport:
     loss_gap: float | None = None  # no other choice can be predicted to lose less by more than this: it is proven
     group_losses: dict[str, float] = field(default_factory=dict)  # of each group alone, the largest first
     loss_with_more: float | None = None  # predicted, had one more percent of the original's cost been allowed
-    trials: dict[float, float] = field(default_factory=dict)  # {power of the groups' losses: what was lost by it}
+    trials: dict[str, float] = field(default_factory=dict)  # {power of the groups' losses: what was lost by it}
     steps: int = 1  # with value curves: how often they were measured on the way
     loss: LossLine | None = None  # what was lost in fact, where images were given
     scores: dict[str, Any] = field(default_factory=dict)
