@@ -143,25 +143,29 @@ def _quiet(debug: bool) -> Iterator[None]:
         yield
 
 
-def attack_in_portions(kind: str, first: int, count: int, log: Path | None) -> Outcome:
-    """The outcome of ``count`` numbers from ``first`` on; portions that ``log`` knows are not tried again."""
+def attack_all(kinds: Iterable[str], first: int, count: int, log: Path | None) -> dict[str, Outcome]:
+    """The outcomes of ``count`` numbers of each kind, by turns, so that a run that is stopped has tried all kinds.
+
+    Portions that ``log`` knows are not tried again.
+    """
     known = {}
     if log is not None and log.exists():
         rows = [json.loads(line) for line in log.read_text().splitlines()]
         known = {(row["kind"], row["first"], row["outcome"]["tried"]): row["outcome"] for row in rows}
-    whole = Outcome()
+    outcomes = {kind: Outcome() for kind in kinds}
     for start in range(first, first + count, PORTION):
         size = min(PORTION, first + count - start)
-        row = known.get((kind, start, size))
-        if row is None:
-            found = attack(kind, range(start, start + size))
-            if log is not None:
-                with open(log, "a") as file:
-                    file.write(json.dumps({"kind": kind, "first": start, "outcome": asdict(found)}) + "\n")
-        else:
-            found = Outcome(**{**row, "failures": {int(number): why for number, why in row["failures"].items()}})
-        whole.add(found)
-    return whole
+        for kind, outcome in outcomes.items():
+            row = known.get((kind, start, size))
+            if row is None:
+                found = attack(kind, range(start, start + size))
+                if log is not None:
+                    with open(log, "a") as file:
+                        file.write(json.dumps({"kind": kind, "first": start, "outcome": asdict(found)}) + "\n")
+            else:
+                found = Outcome(**{**row, "failures": {int(number): why for number, why in row["failures"].items()}})
+            outcome.add(found)
+    return outcomes
 
 
 def kept_seeds() -> dict[str, list[int]]:
@@ -181,13 +185,13 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="add what fails to kept_seeds.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.only:
+        outcomes = {kind: attack(kind, options.only, debug=True) for kind in options.kind or TARGETS}
+    else:
+        outcomes = attack_all(options.kind or TARGETS, options.start, options.mutations, options.log)
     print(f"{'kind':<15} {'tried':>6} {'accepted':>8} {'refused':>8} {'failed':>7} {'slowest':>9} {'memory':>8}")
     failed = 0
-    for kind in options.kind or TARGETS:
-        if options.only:
-            found = attack(kind, options.only, debug=True)
-        else:
-            found = attack_in_portions(kind, options.start, options.mutations, options.log)
+    for kind, found in outcomes.items():
         failed += len(found.failures)
         print(
             f"{kind:<15} {found.tried:>6} {found.accepted:>8} {found.refused:>8} {len(found.failures):>7} "

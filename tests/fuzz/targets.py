@@ -64,13 +64,13 @@ def grouped() -> tuple[nn.Module, Any]:
 
 def saved_model(folder: Path) -> Path:
     torch.manual_seed(0)
-    base = timm.create_model("cifar_resnet20", channels=(4, 4, 4)).eval()
+    base = timm.create_model("cifar_resnet8x2", channels=(4, 4, 4)).eval()
     groups = tk.find_channel_groups(base)
     scores = tk.taylor_scores(base, groups, criterion="random")
     options = {"budget": tk.Budget(macs=0.5), "groups": groups, "base_args": {"channels": (4, 4, 4)}}
     result = tk.prune(base, scores=scores, **options)
     saved = tk.save_pretrained(result, folder / "net", notes=["a note"])
-    RunRecord.of_pruning(result, {"name": "cifar_resnet20"}).save(saved)
+    RunRecord.of_pruning(result, {"name": "cifar_resnet8x2"}).save(saved)
     return saved
 
 
