@@ -478,9 +478,9 @@ def branches_interleaved(net, y):
     return torch.stack([net.a(y), net.b(y)], 2).flatten(1, 2)
 
 
-@nasty(owning(a=lambda: nn.Conv2d(WIDTH, 7, 1), fc=lambda: nn.Linear(WIDTH, 2 * 7)))
+@nasty(owning(a=lambda: nn.Conv2d(WIDTH, 7, 1), gate=lambda: nn.Linear(WIDTH, 2 * 7)))
 def selective_kernel(net, y):
-    gates = net.fc(y.mean((2, 3))).view(-1, 2, 7).softmax(1)
+    gates = net.gate(y.mean((2, 3))).view(-1, 2, 7).softmax(1)
     z = net.a(y)
     return z * gates[:, 0, :, None, None] + z.relu() * gates[:, 1, :, None, None]
 
@@ -554,19 +554,19 @@ def folded_and_unfolded(net, y):
     return F.fold(F.unfold(y, 3, padding=1) * 0.5, y.shape[2:], 3, padding=1)
 
 
-@nasty(owning(fc=lambda: nn.Linear(WIDTH * 36, 9 * 6)))
+@nasty(owning(linear=lambda: nn.Linear(WIDTH * 36, 9 * 6)))
 def flattened_into_a_linear(net, y):
-    return net.fc(y.flatten(1)).view(y.shape[0], 6, 3, 3)
+    return net.linear(y.flatten(1)).view(y.shape[0], 6, 3, 3)
 
 
-@nasty(owning(fc=lambda: nn.Linear(36, 36)))
+@nasty(owning(linear=lambda: nn.Linear(36, 36)))
 def linear_over_pixels_of_each_channel(net, y):
-    return net.fc(y.flatten(2)).view_as(y)
+    return net.linear(y.flatten(2)).view_as(y)
 
 
-@nasty(owning(fc=lambda: nn.Linear(6, 6)))
+@nasty(owning(linear=lambda: nn.Linear(6, 6)))
 def linear_over_groups_of_channels(net, y):
-    return net.fc(y.permute(0, 2, 1, 3).reshape(y.shape[0], 6, -1, 6)).reshape_as(y)
+    return net.linear(y.permute(0, 2, 1, 3).reshape(y.shape[0], 6, -1, 6)).reshape_as(y)
 
 
 @nasty()

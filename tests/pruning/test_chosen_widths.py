@@ -57,7 +57,7 @@ def test_where_it_can_not_go_round_it_says_why():
     net, groups, scores = found()
     with pytest.raises(BudgetError, match="bounds do not leave conv1 its 6 units, but at the width that was chosen"):
         tk.prune(net, scores=scores, budget=tk.Budget(macs=0.85), bounds={"conv1": (5, 5)}, groups=groups)
-    with pytest.raises(BudgetError, match="Frozen: .*conv1 .at the width that was chosen"):
+    with pytest.raises(BudgetError, match=r"Frozen: .*conv1 .at the width that was chosen"):
         tk.prune(net, scores=scores, budget=tk.Budget(macs=0.6), bounds={"conv1": (5, 6)}, groups=groups)
 
 
