@@ -240,7 +240,7 @@ class GroupsOfChannels(Trick):
 
 @trick
 class WidthAsNumber(Trick):
-    combines = ("sum",)
+    combines = ("sum", "filled")  # what is added to all channels alike, a norm over them takes away again
 
     def build(self, width, draw):
         self.width = width

@@ -1,5 +1,6 @@
 """What is attacked: for each kind of file a whole one, the way to damage it, and what a user does with it."""
 
+import io
 import json
 import random
 import shutil
@@ -274,6 +275,22 @@ def use_weights_file(path: Path, net: nn.Module, number: int) -> None:
     load_weights(net, path)
 
 
+def prepare_pth_file(folder: Path) -> tuple[Path, Any]:
+    net = network()
+    torch.save({"epoch": 3, "state_dict": net.state_dict()}, folder / "weights.pth")
+    return folder / "weights.pth", net
+
+
+def damaged_pth(rng: random.Random, data: bytes) -> bytes:
+    """The bytes of the zip, or the data in its pickle."""
+    if rng.random() < 0.5:
+        return damaged_bytes(rng, data)
+    plain = torch.load(io.BytesIO(data), weights_only=True)
+    damaged = damaged_data(rng, {**plain, "state_dict": dict(plain["state_dict"])})
+    torch.save(damaged, new := io.BytesIO())
+    return new.getvalue()
+
+
 TARGETS = {
     "config.json": Target(prepare_config, damaged_json, use_config),
     "channels.json": Target(prepare_channels, damaged_json, use_channels),
@@ -285,4 +302,5 @@ TARGETS = {
     "run records": Target(prepare_record, damaged_json, use_record),
     "saved weights": Target(prepare_weights, damaged_safetensors, use_weights),
     "weights files": Target(prepare_weights_file, damaged_safetensors, use_weights_file),
+    ".pth files": Target(prepare_pth_file, damaged_pth, use_weights_file),
 }
