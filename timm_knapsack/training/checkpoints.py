@@ -118,7 +118,7 @@ def _has_mark(file: Path) -> bool:
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint folder; a damaged or foreign one is a ``CheckpointError`` that names the file."""
     path = Path(path)
-    state = _read_state(path)
+    state, before = _read_state(path), _fingerprint(path / "state.json")
     tensors, optimizer = {}, None
     for name, expected in state.pop("files").items():
         file = path / name
@@ -133,6 +133,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
                 optimizer = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # zip, pickle and safetensors raise whatever comes of a damaged file
             raise CheckpointError(f"{file} can't be read: {first_line(error)}") from error
+    if _fingerprint(path / "state.json") != before:  # it lists the checksums of all other files
+        raise CheckpointError(f"{path} was replaced while it was read: another process writes it; read it again")
     return Checkpoint(path, tensors, optimizer, state)
 
 
