@@ -24,7 +24,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,14 +73,49 @@ COMPARED |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn:
 COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
 
 
-def mutants(source: str) -> Iterator[tuple[str, str]]:
-    """(where and what, the whole mutated source), in the order of the file."""
-    tree = ast.parse(source)
+@dataclass
+class Mutant:
+    """A change of one room's file; its text is made when it is wanted: there are more than a thousand."""
+
+    room: str
+    what: str
+    make: Callable[[], str]
+
+    @cached_property
+    def text(self) -> str:
+        return self.make()
+
+    @cached_property
+    def key(self) -> str:
+        return hashlib.sha256(self.text.encode() + _tests_of(self.room)).hexdigest()[:20]
+
+
+def mutants(room: str) -> Iterator[Mutant]:
+    """All of a file, in its order."""
+    tree = ast.parse(_source(room))
     for number, node in enumerate(ast.walk(tree)):
-        for what, change in _changes(node):
-            mutated = copy.deepcopy(tree)
-            change(next(n for i, n in enumerate(ast.walk(mutated)) if i == number))
-            yield f"line {node.lineno}: {what}", ast.unparse(ast.fix_missing_locations(mutated))
+        for turn, (what, _) in enumerate(_changes(node)):
+            yield Mutant(room, f"line {node.lineno}: {what}", partial(_mutated, tree, number, turn))
+
+
+def _mutated(tree: ast.AST, number: int, turn: int) -> str:
+    mutated = copy.deepcopy(tree)
+    node = next(itertools.islice(ast.walk(mutated), number, None))
+    _, change = list(_changes(node))[turn]
+    change(node)
+    return ast.unparse(ast.fix_missing_locations(mutated))
+
+
+def _source(room: str) -> str:
+    return (ROOT / "timm_knapsack" / ROOMS[room][0]).read_text()
+
+
+@cache
+def _tests_of(room: str) -> bytes:
+    paths = [ROOT / "tests" / place for place in ROOMS[room][1]]
+    return b"".join(
+        file.read_bytes() for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])
+    )
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, object]]:
@@ -107,63 +144,48 @@ def main() -> int:
     parser.add_argument("--named", action="store_true", help="those that survived an earlier attack")
     options = parser.parse_args()
     rooms = options.room or list(ROOMS)
-    chosen = list(_named(rooms) if options.named else _all(rooms))
+    chosen = list(_named(rooms)) if options.named else [mutant for room in rooms for mutant in mutants(room)]
     if options.sample is not None:
         chosen = _by_turns(chosen, options.seed)[: options.sample]
     known = _known()
-    before = sum(key in known for *_, key in chosen)
+    before = sum(mutant.key in known for mutant in chosen)
     print(f"{len(chosen)} mutants of {len(rooms)} files, {before} tried before", flush=True)
     _preload()
     with tempfile.TemporaryDirectory() as folder:
         for part in COPIED:
             source = ROOT / part
             shutil.copytree(source, Path(folder, part)) if source.is_dir() else shutil.copy(source, folder)
-        for room, what, text, key in chosen:
+        for mutant in chosen:
+            room, what, key = mutant.room, mutant.what, mutant.key
             if key not in known:
                 began = time.monotonic()
-                known[key], test = _try(Path(folder), room, text)
+                known[key], test = _try(Path(folder), room, mutant.text)
                 row = {"key": key, "room": room, "what": what, "outcome": known[key], "test": test}
                 with open(RESULTS, "a") as file:
                     file.write(json.dumps({**row, "seconds": round(time.monotonic() - began)}) + "\n")
             print(f"{known[key]:<9} {room}, {what}", flush=True)
-    killed = sum(known[key] != "survived" for *_, key in chosen)
+    killed = sum(known[mutant.key] != "survived" for mutant in chosen)
     print(f"killed {killed} of {len(chosen)} tried: {killed / max(1, len(chosen)):.0%}")
     return int(killed < len(chosen))
 
 
-def _by_turns(chosen: list[tuple[str, str, str, str]], seed: int) -> list[tuple[str, str, str, str]]:
+def _by_turns(chosen: list[Mutant], seed: int) -> list[Mutant]:
     """One of each file at random, then another of each: a sample is not all of the largest file."""
     rooms: dict[str, list] = {}
     for mutant in random.Random(seed).sample(chosen, len(chosen)):
-        rooms.setdefault(mutant[0], []).append(mutant)
+        rooms.setdefault(mutant.room, []).append(mutant)
     turns = itertools.zip_longest(*(rooms[room] for room in ROOMS if room in rooms))
     return [mutant for turn in turns for mutant in turn if mutant is not None]
 
 
-def _all(rooms: list[str]) -> Iterator[tuple[str, str, str, str]]:
-    for room in rooms:
-        source = (ROOT / "timm_knapsack" / ROOMS[room][0]).read_text()
-        for what, text in mutants(source):
-            yield room, what, text, _digest(room, text)
-
-
-def _named(rooms: list[str]) -> Iterator[tuple[str, str, str, str]]:
+def _named(rooms: list[str]) -> Iterator[Mutant]:
     for room, old, new in NAMED:
-        source = (ROOT / "timm_knapsack" / ROOMS[room][0]).read_text()
+        source = _source(room)
         if source.count(old) != 1:
             raise SystemExit(f"{ROOMS[room][0]} has {source.count(old)} times {old!r}, expected once: put NAMED right")
         if room in rooms:
-            text = source.replace(old, new)
-            yield room, f"{old.strip().splitlines()[0]} → {new.strip()}", text, _digest(room, text)
-
-
-def _digest(room: str, text: str) -> str:
-    digest = hashlib.sha256(text.encode())
-    for place in ROOMS[room][1]:
-        path = ROOT / "tests" / place
-        for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:20]
+            what = f"{old.strip().splitlines()[0]} → {new.strip()}"
+            yield Mutant(room, what, partial(source.replace, old, new))
 
 
 def _known() -> dict[str, str]:
