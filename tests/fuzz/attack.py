@@ -10,6 +10,7 @@ in ``kept_seeds.json``, which the test suite tries besides the first 300 (``--ke
 """
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -146,12 +147,13 @@ def _quiet(debug: bool) -> Iterator[None]:
 def attack_all(kinds: Iterable[str], first: int, count: int, log: Path | None) -> dict[str, Outcome]:
     """The outcomes of ``count`` numbers of each kind, by turns, so that a run that is stopped has tried all kinds.
 
-    Portions that ``log`` knows are not tried again.
+    Portions that ``log`` knows of the same code are not tried again.
     """
-    known = {}
+    known, code = {}, _digest_of_code()
     if log is not None and log.exists():
         rows = [json.loads(line) for line in log.read_text().splitlines()]
-        known = {(row["kind"], row["first"], row["outcome"]["tried"]): row["outcome"] for row in rows}
+        same = [row for row in rows if row["code"] == code]
+        known = {(row["kind"], row["first"], row["outcome"]["tried"]): row["outcome"] for row in same}
     outcomes = {kind: Outcome() for kind in kinds}
     for start in range(first, first + count, PORTION):
         size = min(PORTION, first + count - start)
@@ -160,12 +162,19 @@ def attack_all(kinds: Iterable[str], first: int, count: int, log: Path | None) -
             if row is None:
                 found = attack(kind, range(start, start + size))
                 if log is not None:
+                    row = {"code": code, "kind": kind, "first": start, "outcome": asdict(found)}
                     with open(log, "a") as file:
-                        file.write(json.dumps({"kind": kind, "first": start, "outcome": asdict(found)}) + "\n")
+                        file.write(json.dumps(row) + "\n")
             else:
                 found = Outcome(**{**row, "failures": {int(number): why for number, why in row["failures"].items()}})
             outcome.add(found)
     return outcomes
+
+
+def _digest_of_code() -> str:
+    root = Path(__file__).parents[2]
+    files = [*(root / "timm_knapsack").rglob("*.py"), *Path(__file__).parent.glob("*.py")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
 
 
 def kept_seeds() -> dict[str, list[int]]:
@@ -181,7 +190,7 @@ def main() -> int:
     parser.add_argument("--mutations", type=int, default=20_000)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--only", type=int, action="append", help="try this number alone and show the trace")
-    parser.add_argument("--log", type=Path, help="what was tried is written here, and not tried again")
+    parser.add_argument("--log", type=Path, help="what was tried is written here, and not tried again on the same code")
     parser.add_argument("--keep", action="store_true", help="add what fails to kept_seeds.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
