@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-fast test-browser lint sweep fuzz-networks fuzz mutants docs images release compat clean
+.PHONY: quickstart test test-fast test-browser lint sweep fuzz-networks fuzz promises mutants docs images release compat clean
 
 quickstart: $(READY)
 	$(BIN)/timm-knapsack quickstart
@@ -32,9 +32,13 @@ sweep: $(READY)
 fuzz-networks: $(READY)
 	$(BIN)/python benchmarks/fuzz_networks.py $(if $(COUNT),--count $(COUNT))
 
-# Damaged files of every kind against the promise of SECURITY.md: 20 000 of each takes about an hour on an idle core.
+# Damaged files of every kind against the promise of SECURITY.md, 20 000 of each; a run goes on where the last one stopped.
 fuzz: $(READY)
-	$(BIN)/python tests/fuzz/attack.py $(if $(MUTATIONS),--mutations $(MUTATIONS))
+	$(BIN)/python tests/fuzz/attack.py --log .fuzz.jsonl $(if $(MUTATIONS),--mutations $(MUTATIONS))
+
+# Each promise of SECURITY.md and docs/reliability.md, tried by hand: minutes.
+promises: $(READY)
+	$(BIN)/python benchmarks/attack_promises.py
 
 # Small changes of the code that the tests must notice; a run goes on where the last one stopped. SAMPLE=40 tries so many.
 mutants: $(READY)

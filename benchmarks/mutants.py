@@ -5,26 +5,37 @@
     python benchmarks/mutants.py --room knapsack       # all of one file's: minutes each, all together very long
 
 A run goes on where the last one stopped: what was tried is in ``benchmarks/results/mutants.jsonl``, under a digest of
-the file and its tests. The checkout is left alone: mutants live in a copy.
+the file and its tests. The checkout is left alone: mutants live in a copy. Each is tried in a fork of this process,
+which has imported torch and timm once; first by the tests that are not in ``tests/slow_tests.txt``, then by those. The
+test that stops at a mutant must pass on the file as it is, or it would prove nothing.
 """
 
 import argparse
 import ast
 import copy
 import hashlib
+import importlib
+import itertools
 import json
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
-TIMEOUT = 900
+TIMEOUT = 1800
+_PASSING: set[str] = set()  # tests that were seen to pass on the files as they are
+NO_TESTS = 5  # pytest's exit code where no test has these marks
+PRELOADED = ("torch", "timm", "scipy.optimize", "scipy.sparse.csgraph", "pytest", "hypothesis", "accelerate",
+             "huggingface_hub", "safetensors.torch")  # fmt: skip
 
 # Room → file, and the tests that should notice; the fastest and most likely first.
 ROOMS = {
@@ -33,10 +44,11 @@ ROOMS = {
     "slim": ("slim/cutting.py", ["slim", "pruning/test_pruning.py"]),
     "attributes": ("slim/attributes.py", ["slim", "channels/test_channel_groups.py"]),
     "grouping": ("channels/grouping.py", ["channels/test_channel_groups.py", "channels/test_channel_rules.py"]),
-    "verification": ("channels/dry_run.py", ["channels/test_channel_groups.py", "channels/test_channel_rules.py"]),
+    "verification": ("channels/dry_run.py", ["channels/test_dry_run.py", "channels/test_channel_groups.py"]),
+    "values": ("channels/value_check.py", ["channels/test_value_check.py", "pruning/test_chosen_widths.py"]),
     "ridge": ("recovery/ridge.py", ["recovery/test_recovery.py"]),
     "distillation": ("training/distillation.py", ["training/test_distillation.py"]),
-    "checkpoints": ("training/checkpoints.py", ["training/test_finetune_resume.py", "training/test_guards.py"]),
+    "checkpoints": ("training/checkpoints.py", ["training/test_checkpoints.py", "training/test_guards.py"]),
     "files": ("files/atomic.py", ["files/test_atomic.py"]),
     "effort": ("models/effort.py", ["models/test_foreign_config.py"]),
     "hub": ("hub/saving.py", ["hub/test_hub.py"]),
@@ -50,7 +62,7 @@ NAMED = [
     ("knapsack", "self.gap = worth * part + fee * self.spare", "self.gap = worth * part - fee * self.spare"),
     ("hub", "if not torch.equal(tensor, state[name].to(tensor.dtype)):", "if False:"),
     ("effort", "if any(now > most for now, most in zip(self.effort, self.limit, strict=True)):", "if False:"),
-    ("verification", "if not np.isin(units, self._component[full]).all():", "if False:"),
+    ("verification", "if len(left) != len(slim) or (left[known] != unit[slim][known]).any():", "if False:"),
     ("files", "        flush(new)\n        os.replace(new, path)\n", "        os.replace(new, path)\n"),
     ("checkpoints", 'if not isinstance(state.get("files"), dict):', "if False:"),
 ]  # fmt: skip
@@ -61,14 +73,49 @@ COMPARED |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn:
 COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
 
 
-def mutants(source: str) -> Iterator[tuple[str, str]]:
-    """(where and what, the whole mutated source), in the order of the file."""
-    tree = ast.parse(source)
+@dataclass
+class Mutant:
+    """A change of one room's file; its text is made when it is wanted: there are more than a thousand."""
+
+    room: str
+    what: str
+    make: Callable[[], str]
+
+    @cached_property
+    def text(self) -> str:
+        return self.make()
+
+    @cached_property
+    def key(self) -> str:
+        return hashlib.sha256(self.text.encode() + _tests_of(self.room)).hexdigest()[:20]
+
+
+def mutants(room: str) -> Iterator[Mutant]:
+    """All of a file, in its order."""
+    tree = ast.parse(_source(room))
     for number, node in enumerate(ast.walk(tree)):
-        for what, change in _changes(node):
-            mutated = copy.deepcopy(tree)
-            change(next(n for i, n in enumerate(ast.walk(mutated)) if i == number))
-            yield f"line {node.lineno}: {what}", ast.unparse(ast.fix_missing_locations(mutated))
+        for turn, (what, _) in enumerate(_changes(node)):
+            yield Mutant(room, f"line {node.lineno}: {what}", partial(_mutated, tree, number, turn))
+
+
+def _mutated(tree: ast.AST, number: int, turn: int) -> str:
+    mutated = copy.deepcopy(tree)
+    node = next(itertools.islice(ast.walk(mutated), number, None))
+    _, change = list(_changes(node))[turn]
+    change(node)
+    return ast.unparse(ast.fix_missing_locations(mutated))
+
+
+def _source(room: str) -> str:
+    return (ROOT / "timm_knapsack" / ROOMS[room][0]).read_text()
+
+
+@cache
+def _tests_of(room: str) -> bytes:
+    paths = [ROOT / "tests" / place for place in ROOMS[room][1]]
+    return b"".join(
+        file.read_bytes() for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])
+    )
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, object]]:
@@ -92,56 +139,53 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, object]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--room", choices=ROOMS, action="append")
-    parser.add_argument("--sample", type=int, help="so many of all mutants, drawn by --seed")
+    parser.add_argument("--sample", type=int, help="so many, drawn by --seed, the files by turns")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--named", action="store_true", help="those that survived an earlier attack")
     options = parser.parse_args()
     rooms = options.room or list(ROOMS)
-    chosen = list(_named(rooms) if options.named else _all(rooms))
+    chosen = list(_named(rooms)) if options.named else [mutant for room in rooms for mutant in mutants(room)]
     if options.sample is not None:
-        chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
+        chosen = _by_turns(chosen, options.seed)[: options.sample]
     known = _known()
-    before = sum(key in known for *_, key in chosen)
+    before = sum(mutant.key in known for mutant in chosen)
     print(f"{len(chosen)} mutants of {len(rooms)} files, {before} tried before", flush=True)
+    _preload()
     with tempfile.TemporaryDirectory() as folder:
         for part in COPIED:
             source = ROOT / part
             shutil.copytree(source, Path(folder, part)) if source.is_dir() else shutil.copy(source, folder)
-        for room, what, text, key in chosen:
+        for mutant in chosen:
+            room, what, key = mutant.room, mutant.what, mutant.key
             if key not in known:
-                known[key] = _try(Path(folder), room, text)
+                began = time.monotonic()
+                known[key], test = _try(Path(folder), room, mutant.text)
+                row = {"key": key, "room": room, "what": what, "outcome": known[key], "test": test}
                 with open(RESULTS, "a") as file:
-                    file.write(json.dumps({"key": key, "room": room, "what": what, "outcome": known[key]}) + "\n")
+                    file.write(json.dumps({**row, "seconds": round(time.monotonic() - began)}) + "\n")
             print(f"{known[key]:<9} {room}, {what}", flush=True)
-    killed = sum(known[key] != "survived" for *_, key in chosen)
+    killed = sum(known[mutant.key] != "survived" for mutant in chosen)
     print(f"killed {killed} of {len(chosen)} tried: {killed / max(1, len(chosen)):.0%}")
     return int(killed < len(chosen))
 
 
-def _all(rooms: list[str]) -> Iterator[tuple[str, str, str, str]]:
-    for room in rooms:
-        source = (ROOT / "timm_knapsack" / ROOMS[room][0]).read_text()
-        for what, text in mutants(source):
-            yield room, what, text, _digest(room, text)
+def _by_turns(chosen: list[Mutant], seed: int) -> list[Mutant]:
+    """One of each file at random, then another of each: a sample is not all of the largest file."""
+    rooms: dict[str, list] = {}
+    for mutant in random.Random(seed).sample(chosen, len(chosen)):
+        rooms.setdefault(mutant.room, []).append(mutant)
+    turns = itertools.zip_longest(*(rooms[room] for room in ROOMS if room in rooms))
+    return [mutant for turn in turns for mutant in turn if mutant is not None]
 
 
-def _named(rooms: list[str]) -> Iterator[tuple[str, str, str, str]]:
+def _named(rooms: list[str]) -> Iterator[Mutant]:
     for room, old, new in NAMED:
-        source = (ROOT / "timm_knapsack" / ROOMS[room][0]).read_text()
+        source = _source(room)
         if source.count(old) != 1:
             raise SystemExit(f"{ROOMS[room][0]} has {source.count(old)} times {old!r}, expected once: put NAMED right")
         if room in rooms:
-            text = source.replace(old, new)
-            yield room, f"{old.strip().splitlines()[0]} → {new.strip()}", text, _digest(room, text)
-
-
-def _digest(room: str, text: str) -> str:
-    digest = hashlib.sha256(text.encode())
-    for place in ROOMS[room][1]:
-        path = ROOT / "tests" / place
-        for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:20]
+            what = f"{old.strip().splitlines()[0]} → {new.strip()}"
+            yield Mutant(room, what, partial(source.replace, old, new))
 
 
 def _known() -> dict[str, str]:
@@ -149,21 +193,76 @@ def _known() -> dict[str, str]:
     return {row["key"]: row["outcome"] for row in rows}
 
 
-def _try(folder: Path, room: str, text: str) -> str:
+def _preload() -> None:
+    """What all of them import. Nothing of this package: each imports its own."""
+    sys.dont_write_bytecode = True  # a file's time in seconds does not tell two mutants apart
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    for name in PRELOADED:
+        importlib.import_module(name)
+    own = [name for name in sys.modules if name.partition(".")[0] == "timm_knapsack"]
+    if own:
+        raise SystemExit(f"{own[0]} was imported before it could be mutated")
+
+
+def _try(folder: Path, room: str, text: str) -> tuple[str, str]:
+    """The outcome, and the test that noticed."""
     file, tests = ROOMS[room]
     target = folder / "timm_knapsack" / file
     whole = target.read_text()
     target.write_text(text)
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command = [*pytest, *(f"tests/{test}" for test in tests)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
     try:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=TIMEOUT)
-        return {0: "survived", 1: "killed", 2: "killed"}.get(done.returncode, f"error {done.returncode}")
-    except subprocess.TimeoutExpired:
-        return "killed, by time"
+        for marks in ("not browser and not slow", "not browser and slow"):
+            outcome, test = _tested(folder, [f"tests/{test}" for test in tests], marks)
+            if outcome != "survived":
+                break
     finally:
         target.write_text(whole)
+    if test and test not in _PASSING:
+        if _tested(folder, [test], "not browser") != ("survived", ""):
+            raise SystemExit(f"{room}: {test} fails on the file as it is")
+        _PASSING.add(test)
+    return outcome, test
+
+
+class _FirstFailure:
+    """A plugin of pytest that writes down which test failed first."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed and not self.file.exists():
+            self.file.write_text(report.nodeid)
+
+
+def _tested(folder: Path, tests: list[str], marks: str) -> tuple[str, str]:
+    """Run these tests in a fork of this process; its children end with it."""
+    failure = folder / "first_failure"
+    failure.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        os.chdir(folder)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(null, stream)
+        sys.path[:0] = [str(folder)]
+        os.environ["PYTHONPATH"] = str(folder)
+        import pytest
+
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
+        os._exit(int(pytest.main([*options, *tests], plugins=[_FirstFailure(failure)])))
+    end = time.monotonic() + TIMEOUT
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            survived = os.waitstatus_to_exitcode(status) in (0, NO_TESTS)
+            test = failure.read_text() if failure.exists() else "" if survived else tests[0]  # it can't be imported
+            return ("survived" if survived else "killed"), test
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "killed, by time", ""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """A grammar of small networks whose code does something with channels that shapes alone don't show.
 
 `tricky_net(seed)` draws one: a stem, one to three tricks in a row (cuts at literal places, shuffles, arithmetic on
-widths, in-place ops on parts, attention, norms, hooks, …), ordinary layers between them, and a head. Some tricks can
-be pruned through, others must be frozen; which is which is not said here: the oracle decides.
+widths, in-place ops on parts, attention, norms, hooks, …, and those of ``nasty_nets``), ordinary layers between them,
+and a head. A trick may stand in a skip connection, beside a conv whose channels are joined to its own, or under a gate.
+Some tricks can be pruned through, others must be frozen; which is which is not said here: the oracle decides.
 """
 
 import random
@@ -10,6 +11,8 @@ import random
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from benchmarks.nasty_nets import NASTY, WIDTH
 
 IMAGE = (1, 3, 6, 6)
 WIDTHS = (8, 12, 16)
@@ -58,7 +61,8 @@ class LiteralTail(Trick):
 
     def build(self, width, draw):
         self._at = draw.choice([1, 2, width // 4, width // 2, width - 2, width - 1, -2, -(width // 2)])
-        pick(self, draw, "negated", "in place", "assigned", "gated", "mean", "rolled", "doubled", "added", "dropped")
+        ways = "negated", "in place", "assigned", "gated", "gated tail", "mean", "rolled", "doubled", "added", "dropped"
+        pick(self, draw, *ways)
 
     def forward(self, x):
         head, tail = x[:, : self._at], x[:, self._at :]
@@ -75,6 +79,8 @@ class LiteralTail(Trick):
                 return x
             case "gated":
                 return torch.cat([head * head.sigmoid(), tail], 1)
+            case "gated tail":
+                return torch.cat([head, tail * tail.sigmoid()], 1)
             case "mean":
                 return x * (1 + tail.mean(1, keepdim=True))
             case "rolled":
@@ -234,7 +240,7 @@ class GroupsOfChannels(Trick):
 
 @trick
 class WidthAsNumber(Trick):
-    combines = ("sum",)
+    combines = ("sum", "filled")  # what is added to all channels alike, a norm over them takes away again
 
     def build(self, width, draw):
         self.width = width
@@ -415,6 +421,53 @@ class GroupedConv(Trick):
         return self.conv(x)
 
 
+# Written for maps of 6 × 6 pixels that they leave so, and not random: what may stand anywhere in a network.
+OTHER_PIXELS = {"transposed_conv_with_groups", "pixels_shuffled_up", "pixels_shuffled_down", "flattened_into_a_linear"}
+ANYWHERE = [name for name in NASTY if name not in OTHER_PIXELS | {"dropout_that_is_always_on"}]
+
+
+@trick
+class HandWritten(Trick):
+    """One of ``nasty_nets``, between convs that bring the width it was written for, and the network's own again."""
+
+    zero_is_removed = False  # many combine channels
+
+    def build(self, width, draw):
+        self._variant = draw.choice(ANYWHERE)
+        owns, self._does = NASTY[self._variant]
+        owns(self)
+        self.eval()
+        with torch.no_grad():
+            made = self._does(self, torch.randn(2, WIDTH, 6, 6)).shape[1]
+        self.into, self.out = nn.Conv2d(width, WIDTH, 1), nn.Conv2d(made, width, 1)
+
+    def forward(self, x):
+        return self.out(self._does(self, self.into(x)))
+
+
+class Around(nn.Module):
+    """A trick in the company that it has in real networks."""
+
+    def __init__(self, inner: Trick, width: int, draw: random.Random):
+        super().__init__()
+        self.inner = inner
+        pick(self, draw, "skip", "joined", "gated", "depthwise")
+        self.side = nn.Conv2d(width, width if self._variant == "gated" else 6, 1)
+        self.join = nn.Conv2d(width + 6, width, 1)
+        self.each = nn.Conv2d(width, width, 3, padding=1, groups=width)
+
+    def forward(self, x):
+        match self._variant:
+            case "skip":
+                return x + self.inner(x)
+            case "joined":
+                return self.join(torch.cat([self.inner(x), self.side(x)], 1))
+            case "gated":
+                return self.inner(x) * self.side(x.mean((2, 3), keepdim=True)).sigmoid()
+            case "depthwise":
+                return self.inner(self.each(x)).relu() + x
+
+
 class TrickyNet(nn.Module):
     def __init__(self, seed: int):
         super().__init__()
@@ -424,7 +477,8 @@ class TrickyNet(nn.Module):
         self.stem = nn.Conv2d(3, width, 3, padding=1)
         layers = []
         for name in draw.choices(list(TRICKS), k=draw.choice([1, 2, 2, 3])):
-            layers.append(TRICKS[name](width, draw))
+            one = TRICKS[name](width, draw)
+            layers.append(Around(one, width, draw) if draw.random() < 0.5 else one)
             if draw.random() < 0.6:
                 after = draw.choice(WIDTHS)
                 layers.append(nn.Conv2d(width, after, 1))
@@ -439,10 +493,14 @@ class TrickyNet(nn.Module):
 
     @property
     def tricks(self) -> list[Trick]:
-        return [layer for layer in self.layers if isinstance(layer, Trick)]
+        return [module for module in self.layers.modules() if isinstance(module, Trick)]
 
     def __str__(self):
-        return " → ".join(f"{type(layer).__name__}({getattr(layer, '_variant', '')})" for layer in self.tricks)
+        return " → ".join(
+            f"{type(module).__name__}({getattr(module, '_variant', '')})"
+            for module in self.layers.modules()
+            if isinstance(module, Trick | Around)
+        )
 
 
 def tricky_net(seed: int) -> TrickyNet:

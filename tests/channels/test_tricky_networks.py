@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fuzz_networks import TOLERANCE, groups_and_difference
+from benchmarks.fuzz_networks import TOLERANCE, compared
 from benchmarks.tricky_nets import TRICKS, tricky_net
 
 SEEDS = range(100)
@@ -11,12 +11,12 @@ SEEDS = range(100)
 @pytest.mark.parametrize("first", SEEDS[::10])
 def test_no_network_comes_out_silently_different(first):
     for seed in range(first, first + 10):
-        net, groups, difference = groups_and_difference(seed)
-        assert difference < TOLERANCE, f"seed {seed}: {net}: {groups.by_name}"
+        outcome = compared(seed)
+        assert outcome.difference < TOLERANCE, f"seed {seed}: {outcome.net}: {outcome.groups.by_name}"
 
 
 def test_the_same_check_fails_where_values_are_not_compared():
-    wrong = [seed for seed in (1, 6, 9, 15) if groups_and_difference(seed, verify="shapes")[2] > 1e-3]
+    wrong = [seed for seed in (1, 6, 9, 15) if compared(seed, verify="shapes").difference > 1e-3]
     assert len(wrong) >= 3
 
 

@@ -69,6 +69,11 @@ def test_folders_have_the_permissions_of_the_umask_and_keep_their_own(tmp_path, 
 # ---- errors leave what was there
 
 
+def test_half_a_character_does_not_stop_a_text(tmp_path):
+    """JSON can hold one, as a name of a file can; UTF-8 can't."""
+    assert write_text(tmp_path / "a.txt", "caf\u00e9 \ud800").read_text(encoding="utf-8") == "caf\u00e9 \\ud800"
+
+
 def test_an_error_leaves_the_old_file_and_no_litter(tmp_path):
     path = write_text(tmp_path / "a.txt", "old")
     with pytest.raises(RuntimeError), replacing_file(path) as new:

@@ -14,6 +14,7 @@ import timm_knapsack as tk
 from timm_knapsack.cli.console import one_line
 from timm_knapsack.errors import CheckpointError, HubError
 from timm_knapsack.slim.tensor_files import write_state, write_tensors
+from timm_knapsack.training import checkpoints
 from timm_knapsack.training.checkpoints import read_checkpoint, write_checkpoint
 from timm_knapsack.values.scores import Scores
 
@@ -85,3 +86,34 @@ def test_two_writers_of_scores_at_once_leave_one_of_them_whole(tmp_path):
     for thread in threads:
         thread.join()
     assert not failures and os.listdir(tmp_path) == ["s"]
+
+
+def test_scores_are_read_from_one_file_while_another_takes_its_place(tmp_path, monkeypatch):
+    """What a file says about itself and its numbers belong together, also where it is replaced in between."""
+    first, second = (Scores({"a": torch.full((30,), float(n)).double()}, model=str(n)) for n in (1, 2))
+    first.save(tmp_path / "s")
+    for home, name in ((torch.UntypedStorage, "from_file"), (torch, "frombuffer")):  # where the numbers come in
+        original = getattr(home, name)
+
+        def replaced_before(*args, original=original, **kwargs):
+            second.save(tmp_path / "s")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(home, name, replaced_before)
+    read = Scores.load(tmp_path / "s")
+    assert read.model == "1" and (read["a"] == 1).all()
+    assert Scores.load(tmp_path / "s").model == "2"
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "last", {"model": {"w": torch.ones(2)}}, {"update": 7})
+
+    def replaced_before(file, load=checkpoints.load_file):
+        write_checkpoint(tmp_path / "last", {"model": {"w": torch.zeros(2)}}, {"update": 8})
+        return load(file)
+
+    monkeypatch.setattr(checkpoints, "load_file", replaced_before)
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+        read_checkpoint(tmp_path / "last")
+    monkeypatch.undo()
+    assert read_checkpoint(tmp_path / "last").state["update"] == 8

@@ -3,12 +3,14 @@
     python tests/fuzz/attack.py                              # 20 000 of each kind: `make fuzz`
     python tests/fuzz/attack.py --kind recipes --mutations 300
     python tests/fuzz/attack.py --kind recipes --only 17     # one of them, with its trace
+    python tests/fuzz/attack.py --log night.jsonl            # a run that was stopped goes on where it was
 
 A mutation is a number: the same one damages the same file in the same way. Those that once broke the promise are kept
 in ``kept_seeds.json``, which the test suite tries besides the first 300 (``--keep`` adds what fails now).
 """
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -22,7 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
@@ -35,6 +37,7 @@ KEPT = Path(__file__).with_name("kept_seeds.json")
 MAX_SECONDS = 1.0
 MAX_BYTES = 200 * 2**20
 MAX_LENGTH = 1000
+PORTION = 500  # so many are tried, then written to the log: all that a stopped run loses
 
 
 @dataclass
@@ -47,6 +50,12 @@ class Outcome:
     failures: dict[int, str] = field(default_factory=dict)
     slowest: float = 0.0
     most_memory: int = 0
+
+    def add(self, other: "Outcome") -> None:
+        """The outcome of more numbers."""
+        self.tried, self.accepted = self.tried + other.tried, self.accepted + other.accepted
+        self.refused, self.failures = self.refused + other.refused, {**self.failures, **other.failures}
+        self.slowest, self.most_memory = max(self.slowest, other.slowest), max(self.most_memory, other.most_memory)
 
 
 class TooLong(BaseException):
@@ -135,6 +144,39 @@ def _quiet(debug: bool) -> Iterator[None]:
         yield
 
 
+def attack_all(kinds: Iterable[str], first: int, count: int, log: Path | None) -> dict[str, Outcome]:
+    """The outcomes of ``count`` numbers of each kind, by turns, so that a run that is stopped has tried all kinds.
+
+    Portions that ``log`` knows of the same code are not tried again.
+    """
+    known, code = {}, _digest_of_code()
+    if log is not None and log.exists():
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        same = [row for row in rows if row["code"] == code]
+        known = {(row["kind"], row["first"], row["outcome"]["tried"]): row["outcome"] for row in same}
+    outcomes = {kind: Outcome() for kind in kinds}
+    for start in range(first, first + count, PORTION):
+        size = min(PORTION, first + count - start)
+        for kind, outcome in outcomes.items():
+            row = known.get((kind, start, size))
+            if row is None:
+                found = attack(kind, range(start, start + size))
+                if log is not None:
+                    row = {"code": code, "kind": kind, "first": start, "outcome": asdict(found)}
+                    with open(log, "a") as file:
+                        file.write(json.dumps(row) + "\n")
+            else:
+                found = Outcome(**{**row, "failures": {int(number): why for number, why in row["failures"].items()}})
+            outcome.add(found)
+    return outcomes
+
+
+def _digest_of_code() -> str:
+    root = Path(__file__).parents[2]
+    files = [*(root / "timm_knapsack").rglob("*.py"), *Path(__file__).parent.glob("*.py")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
+
+
 def kept_seeds() -> dict[str, list[int]]:
     return json.loads(KEPT.read_text()) if KEPT.exists() else {}
 
@@ -148,14 +190,17 @@ def main() -> int:
     parser.add_argument("--mutations", type=int, default=20_000)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--only", type=int, action="append", help="try this number alone and show the trace")
+    parser.add_argument("--log", type=Path, help="what was tried is written here, and not tried again on the same code")
     parser.add_argument("--keep", action="store_true", help="add what fails to kept_seeds.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.only:
+        outcomes = {kind: attack(kind, options.only, debug=True) for kind in options.kind or TARGETS}
+    else:
+        outcomes = attack_all(options.kind or TARGETS, options.start, options.mutations, options.log)
     print(f"{'kind':<15} {'tried':>6} {'accepted':>8} {'refused':>8} {'failed':>7} {'slowest':>9} {'memory':>8}")
     failed = 0
-    for kind in options.kind or TARGETS:
-        numbers = options.only or range(options.start, options.start + options.mutations)
-        found = attack(kind, numbers, debug=bool(options.only))
+    for kind, found in outcomes.items():
         failed += len(found.failures)
         print(
             f"{kind:<15} {found.tried:>6} {found.accepted:>8} {found.refused:>8} {len(found.failures):>7} "

@@ -1,11 +1,12 @@
 """What is attacked: for each kind of file a whole one, the way to damage it, and what a user does with it."""
 
+import io
 import json
 import random
 import shutil
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,14 @@ def grouped() -> tuple[nn.Module, Any]:
 
 def saved_model(folder: Path) -> Path:
     torch.manual_seed(0)
-    base = timm.create_model("cifar_resnet20", channels=(4, 4, 4)).eval()
+    base = timm.create_model("cifar_resnet8x2", channels=(4, 4, 4)).eval()
     groups = tk.find_channel_groups(base)
     scores = tk.taylor_scores(base, groups, criterion="random")
     options = {"budget": tk.Budget(macs=0.5), "groups": groups, "base_args": {"channels": (4, 4, 4)}}
     result = tk.prune(base, scores=scores, **options)
+    result = replace(result, report=replace(result.report, seconds=1.0))  # a mutation's number stands for one file
     saved = tk.save_pretrained(result, folder / "net", notes=["a note"])
-    RunRecord.of_pruning(result, {"name": "cifar_resnet20"}).save(saved)
+    RunRecord.of_pruning(result, {"name": "cifar_resnet8x2"}).save(saved)
     return saved
 
 
@@ -274,6 +276,22 @@ def use_weights_file(path: Path, net: nn.Module, number: int) -> None:
     load_weights(net, path)
 
 
+def prepare_pth_file(folder: Path) -> tuple[Path, Any]:
+    net = network()
+    torch.save({"epoch": 3, "state_dict": net.state_dict()}, folder / "weights.pth")
+    return folder / "weights.pth", net
+
+
+def damaged_pth(rng: random.Random, data: bytes) -> bytes:
+    """The bytes of the zip, or the data in its pickle."""
+    if rng.random() < 0.5:
+        return damaged_bytes(rng, data)
+    plain = torch.load(io.BytesIO(data), weights_only=True)
+    damaged = damaged_data(rng, {**plain, "state_dict": dict(plain["state_dict"])})
+    torch.save(damaged, new := io.BytesIO())
+    return new.getvalue()
+
+
 TARGETS = {
     "config.json": Target(prepare_config, damaged_json, use_config),
     "channels.json": Target(prepare_channels, damaged_json, use_channels),
@@ -285,4 +303,5 @@ TARGETS = {
     "run records": Target(prepare_record, damaged_json, use_record),
     "saved weights": Target(prepare_weights, damaged_safetensors, use_weights),
     "weights files": Target(prepare_weights_file, damaged_safetensors, use_weights_file),
+    ".pth files": Target(prepare_pth_file, damaged_pth, use_weights_file),
 }

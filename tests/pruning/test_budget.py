@@ -34,6 +34,7 @@ def test_limits_are_fractions_of_the_original_or_absolute(asked, limits):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"macs": 10**400}, "budget macs=1000.* is not a number"),
         ({}, "at least one of macs, params, latency and activations"),
         ({"macs": 0}, "leaves nothing"),
         ({"macs": -0.5}, "leaves nothing"),

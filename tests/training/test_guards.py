@@ -46,6 +46,15 @@ def test_resume_refuses_other_data(config, case):
     assert finetune(network(3), None, loader(), None, config, resume=True).updates == 8  # the same is taken
 
 
+def test_resume_refuses_a_list_of_batches_with_an_image_less(config):
+    given = batches()
+    finetune(network(3), None, given, None, config)
+    less = [*given[:-1], tuple(part[:-1] for part in given[-1])]
+    with pytest.raises(CheckpointError, match=r"data.images is 16 in the checkpoint and 15 now"):
+        finetune(network(3), None, less, None, config, resume=True)
+    assert finetune(network(3), None, given, None, config, resume=True).updates == 8
+
+
 def test_data_that_differs_each_time_is_resumed_with_a_warning(config, caplog):
     class Noise(list):
         def __iter__(self):

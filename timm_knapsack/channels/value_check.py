@@ -7,7 +7,7 @@ survivors only (`survivors`), so that such groups are no exception.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -80,11 +80,7 @@ class ValueCheck:
     def failure(self, chosen: Sequence[int], draw: int) -> Exception | None:
         """What differs when some units of the chosen groups are removed; None where nothing does."""
         while True:
-            keep = {
-                self.groups[i].name: drawn_units(self.groups[i], WAYS_TO_DRAW[(draw + i) % len(WAYS_TO_DRAW)])
-                for i in chosen
-                if i not in self.exempt
-            }
+            keep = {self.groups[i].name: self.units(i, draw) for i in chosen if i not in self.exempt}
             if not keep:
                 return None
             try:
@@ -105,6 +101,10 @@ class ValueCheck:
         if _difference(_run(self.live, self.inputs, seed=1), _run(self.live, self.inputs, seed=2)) > 0:
             raise NoValues("its outputs are random")
         return ValueError(f"outputs differ by {100 * difference:.2g} % from those with zeros in their place")
+
+    def units(self, i: int, draw: int) -> Sequence[int]:
+        """The units of a group that stay in this draw."""
+        return drawn_units(self.groups[i], WAYS_TO_DRAW[(draw + i) % len(WAYS_TO_DRAW)])
 
     def _rounding(self) -> float:
         """How far rounding may move the outputs: more than that of float64, where code asks for another dtype."""
@@ -143,6 +143,20 @@ class ValueCheck:
                     self.exempt[i], found = str(error), True
         if not found:
             raise NoValues(str(error))
+
+
+class ChoiceCheck(ValueCheck):
+    """The same for one choice of units: code may do something else at just these widths."""
+
+    draws = range(1)
+    words = "at the width that was chosen the network computes something else"
+
+    def __init__(self, groups: ChannelGroups, model: nn.Module, keep: Mapping[str, Tensor]):
+        super().__init__(groups, model, *groups.basis)
+        self.keep = groups.check_keep(keep)
+
+    def units(self, i: int, draw: int) -> Sequence[int]:
+        return self.keep[self.groups[i].name]
 
 
 class _LowestPrecision(TorchDispatchMode):

@@ -1,10 +1,10 @@
 """Is every group right? Remove units, look at what happens, and freeze what goes wrong, with the reason."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import TraceError, first_line
 from ..slim.attributes import is_standard_layer
@@ -12,7 +12,7 @@ from ..slim.channel_groups import Attribute, ChannelGroups, CostTerm, Count, Map
 from .dry_run import ShapeCheck
 from .grouping import groups_of
 from .tracing import Assumptions, Trace, run_trace
-from .value_check import NoValues, ValueCheck, too_large
+from .value_check import ChoiceCheck, NoValues, ValueCheck, too_large
 
 MAX_RETRACES = 8
 WAYS = ("auto", "values", "shapes", "none")
@@ -96,7 +96,23 @@ def _equal(groups: ChannelGroups, model: nn.Module, inputs: tuple, assuming: Ass
     result = _surviving(check, _first_failure(check) is not None)
     exempt = {groups[i].name: why for i, why in check.exempt.items() if groups[i].name in result.by_name}
     note = "; ".join(f"but for {name}, by shapes: {why}" for name, why in exempt.items())
-    return replace(result, verified="values", verified_note=note)
+    return replace(result, verified="values", verified_note=note, basis=(inputs, assuming))
+
+
+def differing(groups: ChannelGroups, model: nn.Module, keep: Mapping[str, Tensor]) -> dict[str, str]:
+    """``{group: reason}`` of those with which this choice computes something else; nothing unless values were compared.
+
+    `verified` draws three widths of each group. Code that asks for a fourth (``if x.shape[1] == 11``) is seen here, at
+    the widths that a network is to be cut to.
+    """
+    if groups.basis is None or all(len(keep[group.name]) == group.size for group in groups):
+        return {}
+    try:
+        check = ChoiceCheck(groups, model, keep)
+        left = _surviving(check) if _first_failure(check) is not None else groups
+    except NoValues as error:  # there were values at other widths
+        return {group.name: f"{ChoiceCheck.words}: {error}" for group in groups if len(keep[group.name]) < group.size}
+    return {name: left.frozen[name] for name in groups.by_name if name not in left.by_name}
 
 
 def _first_failure(check: Check) -> Exception | None:

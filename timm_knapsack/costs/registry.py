@@ -4,7 +4,6 @@
 that a new cost needs. The built-in costs are added in ``kinds``, which is what others import.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import BudgetError
+from ..files.plain_json import is_number, shortened
 from ..registry import Registry
 from ..slim.channel_groups import ChannelGroups
 from .cost import Cost
@@ -40,8 +40,8 @@ def parse_number(name: str, value: Any) -> Amount:
         >>> parse_number("macs", 0.5), parse_number("macs", 2.05e9)
         (Amount(value=0.5, fraction=True), Amount(value=2050000000.0, fraction=False))
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise BudgetError(f"budget {name}={value!r} is not a number; give a fraction such as 0.5")
+    if not is_number(value):
+        raise BudgetError(f"budget {name}={shortened(value)} is not a number; give a fraction such as 0.5")
     if value <= 0:
         raise BudgetError(f"budget {name}={value} leaves nothing; give a fraction above 0, such as 0.5")
     return Amount(float(value), fraction=value <= 1)

@@ -65,13 +65,15 @@ def replacing_file(path: str | os.PathLike) -> Iterator[Path]:
 def write_text(path: str | os.PathLike, text: str) -> Path:
     """Write a text file in UTF-8, whole or not at all; returns its path.
 
+    Halves of characters, which JSON and names of files can hold and UTF-8 can't, are written as ``\\ud800``.
+
     Example:
         >>> import tempfile
         >>> write_text(Path(tempfile.mkdtemp()) / "a.txt", "whole").read_text()
         'whole'
     """
     with replacing_file(path) as new:
-        new.write_text(text, encoding="utf-8")
+        new.write_text(text, encoding="utf-8", errors="backslashreplace")
     return Path(path)
 
 

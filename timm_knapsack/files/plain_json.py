@@ -1,6 +1,7 @@
 """JSON files: the one cleaner of data, the one writer, and the one reader, which trusts no file."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,6 +132,21 @@ def shortened(value: Any, length: int = 80) -> str:
     except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
         return f"a {type(value).__name__} too large to show"
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a file is a finite number: neither NaN nor text, and not larger than a float can be.
+
+    Example:
+        >>> is_number(3), is_number(10**400), is_number(True)
+        (True, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def read_json(

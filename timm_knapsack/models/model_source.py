@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.models._hub import download_from_hf
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import CheckpointError, KnapsackError, first_line
 from .foreign_config import read_saved_config
@@ -157,11 +157,14 @@ def load_weights(model: nn.Module, path: str | os.PathLike) -> None:
     except FileNotFoundError:
         raise CheckpointError(f"there is no weights file {path}") from None
     except Exception as error:  # pickle, zip, safetensors and OS errors all mean the same to the user
-        raise CheckpointError(f"{path} can't be read as weights: {str(error).splitlines()[0][:200]}") from error
+        raise CheckpointError(f"{path} can't be read as weights: {first_line(error)}") from error
     for key in ("state_dict_ema", "state_dict", "model_ema", "model"):
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
             break
+    named = isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
+    if not named or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise CheckpointError(f"{path} holds no weights: expected {{name: tensor}}, as state_dict() gives it")
     state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     own = model.state_dict()
     missing, unknown = sorted(set(own) - set(state)), sorted(set(state) - set(own))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..channels.find_groups import find_channel_groups
+from ..channels.verification import differing
 from ..costs.cost import Candidate, Cost
 from ..costs.kinds import COSTS
 from ..errors import BudgetError
@@ -96,9 +97,20 @@ def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits
             lambda aim: settled({**aims, cost.name: aim}, others), aims[cost.name], model, groups.sizes, absolute
         )
 
-    found = settled(allowed, costs)
-    if found is None:
-        raise _unreachable(model, groups, offered, costs, allowed)
+    frozen = dict(groups.frozen)
+    while True:
+        found = settled(allowed, costs)
+        if found is None:
+            raise _unreachable(model, groups, frozen, offered, costs, allowed)
+        wrong = differing(groups, model, found.keep)
+        if not wrong:
+            break
+        frozen.update(wrong)
+        for name, reason in wrong.items():  # it keeps all its units, and the rest is chosen again
+            number, size = groups.by_name[name], groups[name].size
+            if limits.range(groups[name], 1)[1] < size:
+                raise BudgetError(f"bounds do not leave {name} its {size} units, but {reason}")
+            offered[number] = ladders[number].only(np.array([size]))
     solution, keep, slim = found.solution, found.keep, found.slim
     config = _config(model, groups, keep, base_args)
     slim.channel_config = config
@@ -120,7 +132,9 @@ def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits
         loss_gap=_loss_gap(values, solution),
         group_losses=_group_losses(values, groups, offered, found.counts),
         loss_with_more=_loss_with_more(values, groups, offered, costs, allowed),
-        frozen=dict(groups.frozen),
+        frozen=frozen,
+        verified=groups.verified,
+        verified_note=groups.verified_note,
         options={**limits.options, "budget": dict(budget.asked)}
         | {f"{cost.name} conditions": dict(cost.about) for cost in costs if cost.about},
     )
@@ -152,10 +166,10 @@ def _loss_with_more(values, groups, ladders, costs: Sequence[Cost], limits: Mapp
     return None if solution is None else values.loss_of(solution.value)
 
 
-def _unreachable(model, groups, ladders, costs, limits) -> BudgetError:
+def _unreachable(model, groups, reasons: Mapping[str, str], ladders, costs, limits) -> BudgetError:
     least = [rung.counts[0] for rung in ladders]
     cost = next(cost for cost in costs if cost.at(least) > limits[cost.name])
-    frozen = "; ".join(f"{name} ({reason})" for name, reason in list(groups.frozen.items())[:4])
+    frozen = "; ".join(f"{name} ({reason})" for name, reason in list(reasons.items())[:4])
     return BudgetError(
         f"{model_name(model)} can't be pruned to {limits[cost.name]:.6g} {cost.unit}: the smallest reachable is "
         f"{cost.at(least):.6g} of {cost.at(groups.sizes):.6g}. Frozen: {frozen or 'nothing'}. Ask for more, or relax "

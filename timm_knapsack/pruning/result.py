@@ -93,6 +93,8 @@ class PruneReport:
     loss: LossLine | None = None  # what was lost in fact, where images were given
     scores: dict[str, Any] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
+    verified: str = "none"  # how each group was tried, and the chosen widths with it: by "values", "shapes" or "none"
+    verified_note: str = ""  # why not by values, or for which groups not
     options: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,6 +116,8 @@ class PruneReport:
                 left = c.measured / c.original_measured
                 rows.append(f"{'  measured':<10}{original:>10}{'':>10}{measured:>10}{left:>8.1%}")
         rows.append(self.outcome)
+        if self.verified != "values" or self.verified_note:
+            rows.append(f"verified by {self.verified}{f' ({self.verified_note})' if self.verified_note else ''}")
         return "\n".join(rows)
 
     def __repr__(self):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,6 +116,7 @@ class ChannelGroups(Sequence):
         maps: the maps of the forward pass as functions of the widths; None where they are no such functions.
         verified: how every group was tried: by "values", by "shapes" alone, or "none".
         verified_note: why not by values, or for which groups not.
+        basis: what values were compared with, to compare them again at the widths that are chosen; None elsewhere.
     """
 
     groups: tuple[ChannelGroup, ...]
@@ -126,6 +128,7 @@ class ChannelGroups(Sequence):
     maps: tuple[MapTerm, ...] | None = None
     verified: str = "none"
     verified_note: str = ""
+    basis: Any = field(default=None, repr=False, compare=False)
     by_name: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self):

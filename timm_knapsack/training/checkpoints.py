@@ -6,7 +6,7 @@ of the other files. It replaces its predecessor as a whole (`files.atomic`); ``s
 left behind, so a reader sees the old or the new checkpoint, whole.
 """
 
-import pickle
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_line
 from ..files.atomic import replacing_folder
-from ..files.plain_json import read_json, write_json
+from ..files.plain_json import read_json, shortened, write_json
 from ..slim.tensor_files import write_state, write_tensors
 
 FORMAT = "timm-knapsack/checkpoint"
 VERSION = 1
 _READ_BLOCK = 2**20
+_FILE = re.compile(r"\w{1,100}\.safetensors|optimizer\.pt", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _has_mark(file: Path) -> bool:
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint folder; a damaged or foreign one is a ``CheckpointError`` that names the file."""
     path = Path(path)
-    state = _read_state(path)
+    state, before = _read_state(path), _fingerprint(path / "state.json")
     tensors, optimizer = {}, None
     for name, expected in state.pop("files").items():
         file = path / name
@@ -131,8 +131,10 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
                 tensors[file.stem] = load_file(file)
             elif name == "optimizer.pt":
                 optimizer = torch.load(file, map_location="cpu", weights_only=True)
-        except (SafetensorError, pickle.UnpicklingError, OSError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{file} can't be read: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # zip, pickle and safetensors raise whatever comes of a damaged file
+            raise CheckpointError(f"{file} can't be read: {first_line(error)}") from error
+    if _fingerprint(path / "state.json") != before:  # it lists the checksums of all other files
+        raise CheckpointError(f"{path} was replaced while it was read: another process writes it; read it again")
     return Checkpoint(path, tensors, optimizer, state)
 
 
@@ -140,8 +142,9 @@ def _read_state(path: Path) -> dict[str, Any]:
     state = read_json(path / "state.json", "a checkpoint", format=FORMAT, version=VERSION, error=CheckpointError)
     if not isinstance(state.get("files"), dict):
         raise CheckpointError(f"{path}/state.json lists no files; the checkpoint is damaged")
-    if any(Path(name).name != name for name in state["files"]):  # a path would lead outside the folder
-        raise CheckpointError(f"{path}/state.json lists a file outside the checkpoint")
+    other = [name for name in state["files"] if not _FILE.fullmatch(name)]  # a path would lead outside the folder
+    if other:
+        raise CheckpointError(f"{path}/state.json lists the file {shortened(other[0])}, which no checkpoint has")
     return state
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointError
-from ..files.plain_json import shortened
+from ..files.plain_json import is_number, shortened
 
 
 def check_counters(state: Mapping[str, Any], epochs: int, batches: int, accumulation: int, place: Any) -> None:
@@ -38,7 +38,7 @@ def check_counters(state: Mapping[str, Any], epochs: int, batches: int, accumula
     if state["update"] != epoch * math.ceil(batches / accumulation) + math.ceil(batch / accumulation):
         refuse("update")
     sums, best = state.get("sums"), state.get("best")
-    if not isinstance(sums, list) or not all(_is_number(value) for value in sums):
+    if not isinstance(sums, list) or not all(is_number(value) for value in sums):
         refuse("sums")
     if best is not None and not _is_evaluation(best, epochs):
         refuse("best")
@@ -52,8 +52,4 @@ def _is_evaluation(row: Any, epochs: int) -> bool:
     if not isinstance(row, dict) or type(row.get("epoch")) is not int or not 0 <= row["epoch"] <= epochs:
         return False
     top1 = row.get("top1")  # none without labels
-    return all(map(_is_number, row.values())) and (top1 is None or 0 <= top1 <= 100)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return all(map(is_number, row.values())) and (top1 is None or 0 <= top1 <= 100)

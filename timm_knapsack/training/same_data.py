@@ -53,15 +53,23 @@ def describe_data(batches: EpochBatches, first: Sequence[tuple[Tensor, Tensor]],
     """
     sums = _from_all([crc32(part[kind] for part in first) for kind in (1, 0)], accelerator)
     labels, pixels = (zlib.crc32(str(column.tolist()).encode()) for column in sums.T)
-    dataset = getattr(batches.original, "dataset", None)
-    images = len(dataset) if hasattr(dataset, "__len__") else None
     order = getattr(batches.original, "seed", None)
     return {
-        "images": images,
+        "images": _image_count(batches.original),
         "order": order if isinstance(order, int) else None,
         "first_labels": labels,
         "first_pixels": pixels,
     }
+
+
+def _image_count(loader: Any) -> int | None:
+    """How many images there are, where it can be told without reading them."""
+    dataset = getattr(loader, "dataset", None)
+    if hasattr(dataset, "__len__"):
+        return len(dataset)
+    if type(loader) in (list, tuple):  # of batches; what inherits from these may make them when it is asked
+        return sum(len(images) for images, *_ in loader)
+    return None
 
 
 def crc32(tensors) -> int:

@@ -1,9 +1,10 @@
 """Reading a safetensors file of values that a stranger may have written: its tensors, and what it says about itself."""
 
+import json
 import os
 from typing import Any
 
-from safetensors import safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from ..errors import ScoreError, first_line
@@ -38,17 +39,17 @@ def read_values(path: str | os.PathLike, kind: str, format: str) -> tuple[dict[s
 
 
 def _opened(path: str | os.PathLike, kind: str, format: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Without a ``format``, no tensors."""
+    """Without a ``format``, of any."""
     try:
-        if os.path.getsize(path) > MAX_BYTES:
+        with open(path, "rb") as file:  # once: safe_open does so twice, and another process may replace it in between
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
             raise ScoreError(f"{path} is larger than {MAX_BYTES / 2**20:g} MiB, which no file of {kind} is")
-        with safe_open(os.fspath(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            if format is None:
-                return {}, metadata
-            if metadata.get("format") != format:
-                raise ScoreError(f"{path}: not a file of {kind} (its format says {metadata.get('format')!r})")
-            return {name: file.get_tensor(name) for name in file.keys()}, metadata
+        tensors = load(data)
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
+        if format is not None and metadata.get("format") != format:
+            raise ScoreError(f"{path}: not a file of {kind} (its format says {metadata.get('format')!r})")
+        return tensors, metadata
     except ScoreError:
         raise
     except Exception as error:  # of the system, of safetensors, or of torch for a dtype that it does not have

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...errors import LatencyError, first_line
 from ...slim.channel_groups import ChannelGroups, Count
 from .layer_timing import Conditions
 
@@ -68,7 +69,12 @@ def _run_once(network, layers: set[str], conditions: Conditions):
         if name in layers or not any(module.children()):
             module.register_forward_pre_hook(watch(name))
     with conditions.active():
-        network(conditions.images())
+        images = conditions.images()
+        try:
+            network(images)
+        except (RuntimeError, ValueError) as error:
+            size, name = " × ".join(map(str, images.shape)), type(network).__name__
+            raise LatencyError(f"{name} does not run on images of {size}: {first_line(error)}") from error
     return list(inputs), inputs, followers
 
 
