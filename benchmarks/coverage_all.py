@@ -136,14 +136,14 @@ def in_short(reason: str) -> str:
     return re.sub(r"\[[^]]*\]|\d+(\.\d+)?", "…", reason) if "fails:" in reason or "differ by" in reason else reason
 
 
-def work(cpu: float, memory: float) -> None:
+def work(cpu: float, memory: float, nice: int) -> None:
     """Names from stdin, rows to stdout."""
     import torch
 
     import timm_knapsack  # noqa: F401
 
     code = code_digest()
-    os.nice(max(0, 19 - os.nice(0)))
+    os.nice(max(0, nice - os.nice(0)))
     resource.setrlimit(resource.RLIMIT_AS, (int(memory * 2**30),) * 2)
     torch.set_num_threads(1)
 
@@ -181,7 +181,7 @@ class Worker:
         if self.process is None or self.process.poll() is not None or not self.left:
             self.stop()
             command = [sys.executable, __file__, "--work", "--cpu", str(self.options.cpu)]
-            command += ["--memory", str(self.options.memory)]
+            command += ["--memory", str(self.options.memory), "--nice", str(self.options.nice)]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             self.process, self.left = subprocess.Popen(command, text=True, bufsize=1, **pipes), self.NAMES
         self.left -= 1
@@ -245,6 +245,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--cpu", type=float, default=600, help="seconds of CPU time for each name")
     parser.add_argument("--memory", type=float, default=8, help="GB of address space for each worker")
+    parser.add_argument("--nice", type=int, default=19, help="of the workers")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/coverage_all.csv"))
     parser.add_argument("--again", action="store_true", help="also names whose row was made by other code")
     parser.add_argument("--no-values", action="store_true", help="a quick first look: leave out the names with values")
@@ -252,7 +253,7 @@ def main() -> None:
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        return work(options.cpu, options.memory)
+        return work(options.cpu, options.memory, options.nice)
     import timm
 
     from benchmarks import coverage_page

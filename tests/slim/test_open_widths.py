@@ -19,16 +19,22 @@ CHANNELS_LAST = (torch.Size([2, 4, 4, DIM]),)
 # What each class is made with, and called with: shapes of tensors, or other arguments.
 CALLS = {
     "timm.layers.diff_attention.DiffAttention": ({}, TOKEN_MAP),
+    "timm.layers.attention2d.MultiQueryAttention2d": ({"key_dim": 4, "value_dim": 4}, IMAGE),
     "timm.layers.attention_pool.AttentionPoolLatent": ({}, TOKEN_MAP),
+    "timm.layers.attention_pool2d.AttentionPool2d": ({"feat_size": 4, "head_dim": None}, IMAGE),
+    "timm.layers.attention_pool2d.RotAttentionPool2d": ({"ref_feat_size": 4, "head_dim": None}, IMAGE),
     "timm.models.beit.Attention": ({"window_size": (4, 2)}, TOKEN_MAP),
     "timm.models.coat.FactorAttnConvRelPosEnc": ({"shared_crpe": "crpe"}, (torch.Size([2, 17, DIM]), (4, 4))),
     "timm.models.convit.GPSA": ({}, (torch.Size([2, 16, DIM]),)),
+    "timm.models.cpubone.ConvAttention": ({"input_dim": 60}, (torch.Size([2, 60, 8, 8]),)),
     "timm.models.davit.WindowAttention": ({"window_size": (3, 3)}, TOKEN_MAP),
     "timm.models.eva.EvaAttention": ({"scale_norm": False}, TOKEN_MAP),
     "timm.models.fastvit.Attention": ({"head_dim": DIM // HEADS}, IMAGE),
     "timm.models.gcvit.WindowAttentionGlobal": ({"window_size": (3, 3), "use_global": False}, TOKEN_MAP),
     "timm.models.hiera.MaskUnitAttention": ({"dim_out": DIM, "heads": HEADS, "q_stride": 1}, TOKEN_MAP),
     "timm.models.hieradet_sam2.MultiScaleAttention": ({"dim_out": DIM}, CHANNELS_LAST),
+    "timm.models.iformer.SHMA": ({}, IMAGE),
+    "timm.models.lowformer.ConvAttention": ({"input_dim": 60}, (torch.Size([2, 60, 8, 8]),)),
     "timm.models.maxxvit.Attention2d": ({"dim_head": DIM // HEADS}, IMAGE),
     "timm.models.maxxvit.AttentionCl": ({"dim_head": DIM // HEADS}, CHANNELS_LAST),
     "timm.models.metaformer.Attention": ({"head_dim": DIM // HEADS}, TOKEN_MAP),
@@ -46,7 +52,7 @@ CALLS = {
     "timm.models.volo.Attention": ({}, CHANNELS_LAST),
     "timm.models.volo.OutlookAttention": ({"kernel_size": 3, "padding": 1, "stride": 2}, CHANNELS_LAST),
 }
-WITHOUT_NUM_HEADS = ("fastvit", "hiera.", "maxxvit", "metaformer", "nextvit")
+WITHOUT_NUM_HEADS = ("cpubone", "fastvit", "hiera.", "iformer", "lowformer", "maxxvit", "metaformer", "nextvit")
 
 
 def class_of(path):
@@ -59,12 +65,12 @@ def made(path):
     kind = class_of(path)
     given, inputs = CALLS.get(path, ({}, TOKEN_MAP))
     given = dict(given) if any(part in path for part in WITHOUT_NUM_HEADS) else {"num_heads": HEADS, **given}
-    first = "in_features" if "attention_pool." in path else "dim"
+    first = "in_features" if "attention_pool" in path else "dim"
     if "shared_crpe" in given:
         encoding = importlib.import_module("timm.models.coat").ConvRelPosEnc
         given["shared_crpe"] = encoding(DIM // HEADS, HEADS, {3: 1, 5: 3})
     torch.manual_seed(0)
-    module = kind(**{first: DIM, **given}).double()
+    module = kind(**given if "input_dim" in given else {first: DIM, **given}).double()
     module.eval()  # tiny_vit's returns None
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)

@@ -6,6 +6,10 @@ import numpy as np
 
 from .labels import Labels, Split
 
+# Heads go one by one where there are at least so many; with fewer, half of a layer or nothing could go: there the
+# widths within the heads shrink instead, where they may.
+FEWEST_HEADS = 4
+
 
 @dataclass
 class Coupling:
@@ -111,7 +115,7 @@ class _Forest:
                 self.reason.setdefault(to, self.reason[member])
 
     def preferred(self, split: Split):
-        """Heads where there are heads; else the axis that leaves the most units, the later one in a tie."""
+        """Heads where there are enough; else the axis that leaves the most units, the later one in a tie."""
         sizes = [axis.size for axis in split.axes]
         flat = self.root_of(split.flat).reshape(sizes)
 
@@ -122,8 +126,10 @@ class _Forest:
             # Units left if this axis carries: indices whose whole run of labels is free, counted once each.
             runs = np.moveaxis(flat, position, 0).reshape(sizes[position], -1)
             joined = len(np.unique(np.stack([runs.min(axis=1), roots]), axis=1).T) if alive.size else 0
+            heads = bool(self.whole_heads[roots].any())
             return (
-                bool(self.whole_heads[roots].any()),
+                heads and axis.size >= FEWEST_HEADS,
+                not heads,
                 not self.mixed[roots].any(),
                 joined * (alive.size > 0),
                 position,

@@ -122,6 +122,8 @@ def convolution(labels, op, layouts, args, kwargs, outputs):
     if slides_along_channels(x, args) and outputs[0].shape == args[0].shape:
         labels.mix(x.dims[2])  # without a channel, others become neighbours
         pixels = [x.dims[2]]
+    elif stays_in_place(args):
+        pixels = x.dims[2:]
     else:
         for dim in x.dims[2:]:
             labels.freeze(dim, "a kernel or pixel position, not a channel")
@@ -146,6 +148,12 @@ def convolution(labels, op, layouts, args, kwargs, outputs):
     counted = plain(args[0].shape[2:]).dims if transposed else pixels
     labels.count_macs([x.dims[0], out, consumed, *counted], prod(args[1].shape[2:]))
     return Layout([x.dims[0], channels, *pixels])
+
+
+def stays_in_place(args) -> bool:
+    """A kernel of one position: what stands where pixels would be, as channels, does not meet."""
+    _, weight, _, stride, padding, _, transposed = args[:7]
+    return set(weight.shape[2:]) == set(stride) == {1} and set(padding) == {0} and not transposed
 
 
 def slides_along_channels(x: Layout, args) -> bool:

@@ -4,6 +4,7 @@ The model runs as a copy on the meta device, where tensors have shapes but no va
 nor arithmetic. A model that asks for a value (``.item()``) is traced with real tensors instead.
 """
 
+import sys
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Trace(TorchDispatchMode):
             self._names[id(tensor)] = name
         self._modules = {id(module): name for name, module in model.named_modules()}
         self._stack: list[tuple[str, dict]] = []
+        self.labels.code_owner = self._code_owner
 
     # ---- what rules ask for
 
@@ -105,7 +107,7 @@ class Trace(TorchDispatchMode):
 
     def attention_scale(self, query: Tensor) -> float | None:
         """The scale of fused attention that is called without one; None leaves it to torch."""
-        self.labels.mix(self(query).dims[-1])
+        self.labels.freeze(self(query).dims[-1], "the width of a head sets the attention's scale")
         return None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -163,6 +165,17 @@ class Trace(TorchDispatchMode):
     def running(self) -> str:
         """The module that is running, or that raised the error that ended the trace."""
         return self._stack[-1][0] if self._stack else ""
+
+    def _code_owner(self) -> str:
+        """The module whose method called the op; none where a function did."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
+            if isinstance(owner, nn.Module):
+                return self._modules.get(id(owner), "")
+            frame = frame.f_back
+        return ""
 
     def _bound_sizes(self, module: nn.Module, inputs) -> dict[int, tuple | None]:
         """Sizes a module's code may read off its inputs' channel dims, or off one attribute for several layers."""

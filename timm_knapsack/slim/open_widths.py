@@ -16,6 +16,7 @@ import re
 import sys
 import textwrap
 from functools import cache
+from importlib import import_module
 
 from torch import nn
 
@@ -31,9 +32,12 @@ SCALE_BEFORE_DROPOUT: Edit = (r"(\s)dropout_p=", r"\1scale=self.scale, dropout_p
 OPENINGS: dict[str, dict[str, tuple[Edit, ...]]] = {
     "timm.layers.attention.Attention": {"forward": (SCALE,)},
     "timm.layers.attention.AttentionRope": {"forward": (SCALE,)},
+    "timm.layers.attention2d.MultiQueryAttention2d": {"forward": (SCALE,)},
     "timm.layers.attention_pool.AttentionPoolLatent": {
         "forward": (SCALE, (r"self\.latent_len, C\)", "self.latent_len, -1)")),
     },
+    "timm.layers.attention_pool2d.AttentionPool2d": {"forward": (SCALE,)},
+    "timm.layers.attention_pool2d.RotAttentionPool2d": {"forward": (SCALE,)},
     "timm.layers.diff_attention.DiffAttention": {"forward": (SCALE, OUT)},
     "timm.models.beit.Attention": {"forward": (SCALE, OUT)},
     "timm.models.cait.ClassAttn": {"forward": (SCALE, HEADS, (r"\.reshape\(B, 1, C\)", ".reshape(B, 1, -1)"))},
@@ -41,6 +45,7 @@ OPENINGS: dict[str, dict[str, tuple[Edit, ...]]] = {
     "timm.models.coat.FactorAttnConvRelPosEnc": {"forward": (HEADS, OUT)},
     "timm.models.convit.GPSA": {"forward": (HEADS, OUT), "get_attention": (HEADS,)},
     "timm.models.convit.MHSA": {"forward": (HEADS, OUT)},
+    "timm.models.cpubone.ConvAttention": {"forward": (SCALE,)},
     "timm.models.crossvit.CrossAttention": {"forward": (HEADS, (r"\.reshape\(B, 1, C\)", ".reshape(B, 1, -1)"))},
     "timm.models.davit.ChannelAttention": {"forward": (HEADS, OUT)},
     "timm.models.davit.ChannelAttentionV2": {"forward": (HEADS, OUT)},
@@ -51,6 +56,8 @@ OPENINGS: dict[str, dict[str, tuple[Edit, ...]]] = {
     "timm.models.gcvit.WindowAttentionGlobal": {"forward": (OUT,)},
     "timm.models.hiera.MaskUnitAttention": {"forward": (SCALE, (r"self\.dim_out\)", "self.heads * self.head_dim)"))},
     "timm.models.hieradet_sam2.MultiScaleAttention": {"forward": (SCALE,)},
+    "timm.models.iformer.SHMA": {"forward": (SCALE_BEFORE_DROPOUT,)},
+    "timm.models.lowformer.ConvAttention": {"forward": (SCALE,)},
     "timm.models.maxxvit.Attention2d": {"forward": (SCALE_BEFORE_DROPOUT,)},
     "timm.models.maxxvit.AttentionCl": {"forward": (SCALE,)},
     "timm.models.metaformer.Attention": {"forward": (SCALE, OUT)},
@@ -135,6 +142,5 @@ def __getattr__(name: str) -> type:
     """An opened class by its name here, for pickles that hold one."""
     module, _, kind = name.replace("__", ".").rpartition(".")
     if f"{module}.{kind}" in OPENINGS:
-        __import__(module)
-        return opened(getattr(sys.modules[module], kind))
+        return opened(getattr(import_module(module), kind))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
