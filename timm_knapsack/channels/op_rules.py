@@ -261,6 +261,17 @@ def group_norm(labels, op, layouts, args, kwargs, outputs):
     return (Layout([x.dims[0], channels, *x.dims[2:]]), *(plain(y.shape) for y in outputs[1:]))
 
 
+@register_rule("_weight_norm", "_weight_norm_interface")
+def weight_norm(labels, op, layouts, args, kwargs, outputs):
+    v, g = layouts(args[0]), layouts(args[1])
+    d = (args[2] if len(args) > 2 else 0) % len(v.dims)
+    dims = list(v.dims)
+    dims[d] = labels.tie(dims[d], g.dims[d])
+    labels.mix(dims[d])  # a filter of zeros has no direction; zeros among its inputs do not change its length
+    weight = Layout(dims, v.weight and g.weight)
+    return (weight, Layout([dim if i == d else () for i, dim in enumerate(dims)])) if len(outputs) > 1 else weight
+
+
 @register_rule(
     "_softmax", "_safe_softmax", "softmax", "_log_softmax", "log_softmax", "cumsum", "logcumsumexp", "cumprod"
 )

@@ -28,6 +28,7 @@ COUNTS_HEADS = re.compile(r"^(?!.*(dim|width|channels|features|size)).*head|^nh$
 LAYER_SHAPES: dict[type, dict[str, tuple[str, int]]] = {
     nn.Linear: {"in_features": ("weight", 1), "out_features": ("weight", 0)},
     nn.modules.batchnorm._NormBase: {"num_features": ("running_mean", 0)},
+    nn.modules.instancenorm._InstanceNorm: {"num_features": ("weight", 0)},  # most keep no statistics
     nn.GroupNorm: {"num_channels": ("weight", 0)},
     nn.Embedding: {"num_embeddings": ("weight", 0), "embedding_dim": ("weight", 1)},
     nn.PReLU: {"num_parameters": ("weight", 0)},
