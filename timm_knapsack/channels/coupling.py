@@ -6,10 +6,6 @@ import numpy as np
 
 from .labels import Labels, Split
 
-# Heads go one by one where there are at least so many; with fewer, half of a layer or nothing could go: there the
-# widths within the heads shrink instead, where they may.
-FEWEST_HEADS = 4
-
 
 @dataclass
 class Coupling:
@@ -34,7 +30,7 @@ def couple(labels: Labels) -> Coupling:
         rows = columns = np.zeros(0, dtype=np.int64)
     graph = coo_matrix((np.ones(rows.size, dtype=np.int8), (rows, columns)), shape=(labels.count, labels.count))
     count, component = connected_components(graph, directed=False)
-    forest = _Forest(count, component)
+    forest = _Forest(count, component, labels.fewest_heads)
     for frozen, reason in labels.frozen:
         forest.freeze(frozen, reason)
     for mixed in labels.mixed:
@@ -64,7 +60,8 @@ def couple(labels: Labels) -> Coupling:
 class _Forest:
     """Union-find over components, with what is known of each."""
 
-    def __init__(self, count: int, component: np.ndarray):
+    def __init__(self, count: int, component: np.ndarray, fewest_heads: int):
+        self.fewest_heads = fewest_heads
         self.parent = np.arange(count)
         self.component = component
         self.frozen = np.zeros(count, dtype=bool)
@@ -128,7 +125,7 @@ class _Forest:
             joined = len(np.unique(np.stack([runs.min(axis=1), roots]), axis=1).T) if alive.size else 0
             heads = bool(self.whole_heads[roots].any())
             return (
-                heads and axis.size >= FEWEST_HEADS,
+                heads and axis.size >= self.fewest_heads,
                 not heads,
                 not self.mixed[roots].any(),
                 joined * (alive.size > 0),

@@ -82,6 +82,7 @@ class Labels:
 
     count: int = 0
     only_whole_heads: bool = False
+    fewest_heads: int = 1  # heads go one by one where there are at least so many
     place: str = "the input"  # where the trace is now, for reasons: "aten.cat in layer1.0"
     module: str = ""
     # The module whose code is running: another than the one whose forward is, where that calls a method of it.

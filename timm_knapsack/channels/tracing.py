@@ -31,10 +31,13 @@ class Assumptions:
     Attributes:
         bound_classes: modules of these classes read widths off their inputs or attributes: these sizes are tied.
         only_whole_heads: in such modules too, heads go whole or not at all; of their numbers those of the input count.
+        fewest_heads: heads go one by one where there are at least so many; with fewer, a third of a layer or nothing
+            could go: there the widths within the heads shrink instead, where they may.
     """
 
     bound_classes: frozenset[str] = frozenset()
     only_whole_heads: bool = False
+    fewest_heads: int = 4
 
 
 class Trace(TorchDispatchMode):
@@ -47,7 +50,7 @@ class Trace(TorchDispatchMode):
     def __init__(self, model: nn.Module, assuming: Assumptions | None = None, follow_maps: bool = True):
         super().__init__()
         assuming = assuming or Assumptions()
-        self.labels = Labels(only_whole_heads=assuming.only_whole_heads)
+        self.labels = Labels(only_whole_heads=assuming.only_whole_heads, fewest_heads=assuming.fewest_heads)
         self.bound_classes = assuming.bound_classes
         self.on_meta = all(tensor.is_meta for _, tensor in named_tensors(model))
         self.outputs: list[Tensor] = []
