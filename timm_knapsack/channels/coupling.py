@@ -112,25 +112,22 @@ class _Forest:
                 self.reason.setdefault(to, self.reason[member])
 
     def preferred(self, split: Split):
-        """Heads where there are enough; else the axis that leaves the most units, the later one in a tie."""
+        """Heads where there are enough; else the axis that leaves the most units, the later one in a tie.
+
+        Channels that a norm mixes come after others, but where heads are few.
+        """
         sizes = [axis.size for axis in split.axes]
         flat = self.root_of(split.flat).reshape(sizes)
+        heads = [bool(self.whole_heads[self.root_of(axis.labels)].any()) for axis in split.axes]
+        few = any(is_heads and size < self.fewest_heads for is_heads, size in zip(heads, sizes, strict=True))
 
         def rank(position: int):
-            axis = split.axes[position]
-            roots = self.root_of(axis.labels)
+            roots = self.root_of(split.axes[position].labels)
             alive = roots[~self.frozen[roots]]
             # Units left if this axis carries: indices whose whole run of labels is free, counted once each.
             runs = np.moveaxis(flat, position, 0).reshape(sizes[position], -1)
             joined = len(np.unique(np.stack([runs.min(axis=1), roots]), axis=1).T) if alive.size else 0
-            heads = bool(self.whole_heads[roots].any())
-            return (
-                heads and axis.size >= self.fewest_heads,
-                not heads,
-                not self.mixed[roots].any(),
-                joined * (alive.size > 0),
-                position,
-            )
+            return heads[position] and not few, joined if few else 0, not self.mixed[roots].any(), joined, position
 
         candidates = [i for i, axis in enumerate(split.axes) if not self.is_frozen(axis.labels).all()]
         return split.axes[max(candidates, key=rank)]

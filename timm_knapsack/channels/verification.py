@@ -64,7 +64,7 @@ def _verified(groups, model, shadow, inputs, trace, way: str) -> ChannelGroups:
 def _by_whole_heads(result, model, shadow, inputs, assuming: Assumptions) -> ChannelGroups:
     """Where code that reads widths had to be frozen, as nn.MultiheadAttention, which scales by the width of a head,
     whole heads may go with their channels of the stream."""
-    assuming = replace(assuming, only_whole_heads=True)
+    assuming = replace(assuming, only_whole_heads=True, fewest_heads=1)
     trace = run_trace(shadow, inputs, assuming)
     groups = groups_of(model, shadow, trace, inputs)
     if len(groups.frozen) >= len(result.frozen):
