@@ -1,8 +1,12 @@
 """docs/coverage_all.md, from the rows of benchmarks/coverage_all.csv: a summary, and a table with a filter box."""
 
+import csv
 import json
 from collections import Counter
+from pathlib import Path
 from statistics import median
+
+BEFORE = Path(__file__).with_name("attention_before.csv")  # `make sweep` of 2026-11-16, at fdbf9b1
 
 FILTER = """<input id="filter" type="search" placeholder="a name or a family, such as swin or efficientnet_b"
   style="width: 100%; padding: .5em; border: 1px solid; border-radius: .2em">
@@ -47,6 +51,19 @@ def summary(rows: list[dict], names: int) -> str:
     return "\n".join(lines)
 
 
+def attention(rows: list[dict]) -> list[str]:
+    """Families with attention: what could go before their widths were left open, and what can go now."""
+    now = {row["model"]: row for row in rows}
+    with open(BEFORE, newline="") as file:
+        before = [row for row in csv.DictReader(file) if row["model"] in now]
+    lines = ["## Attention, before and after", "", "| name | groups | removable | oracle |", "|---|---|---|---|"]
+    for row in before:
+        new = now[row["model"]]
+        groups, removable = (f"{row[key]} → {new[key]}" for key in ("groups", "removable"))
+        lines.append(f"| {row['model']} | {groups} | {removable} | {new['oracle']} |")
+    return [*lines, ""]
+
+
 def page(rows: list[dict], names: int) -> str:
     """The page in Markdown."""
     n = numbers(rows, names)
@@ -66,6 +83,9 @@ def page(rows: list[dict], names: int) -> str:
         "| names | why something in them is frozen |",
         "|---|---|",
         *(f"| {count} | {reason.replace('|', '/')} |" for reason, count in n["frozen"]),
+        "",
+        *attention(rows),
+        "## All rows",
         "",
         FILTER,
         "",
