@@ -271,7 +271,7 @@ def main() -> None:
         run(todo, options, code)
     rows = rows_of(options.out)
     if options.out == parser.get_default("out"):
-        (ROOT / "docs/coverage_all.md").write_text(coverage_page.page(list(rows.values()), len(known)))
+        (ROOT / "docs/coverage_all.md").write_text(coverage_page.page(list(rows.values()), len(known), code_digest()))
     print(coverage_page.summary(list(rows.values()), len(known)))
 
 

@@ -64,8 +64,8 @@ def attention(rows: list[dict]) -> list[str]:
     return [*lines, ""]
 
 
-def page(rows: list[dict], names: int) -> str:
-    """The page in Markdown."""
+def page(rows: list[dict], names: int, code: str) -> str:
+    """The page in Markdown; ``code`` is the digest of the code as it is now."""
     n = numbers(rows, names)
     lines = [
         "# Every name of timm",
@@ -76,6 +76,9 @@ def page(rows: list[dict], names: int) -> str:
         "by values, trained a step, saved and loaded; the others were tried on the meta device. The checks are "
         "described at the top of benchmarks/coverage_all.py, the rows with all columns are in "
         "benchmarks/coverage_all.csv.",
+        "",
+        f"The code that finds and cuts channels (channels/ and slim/) has the digest {code}; rows by the digest of the "
+        f"code that made them: {', '.join(f'{digest} {count}' for digest, count in n['codes'])}.",
         "",
         "*removable*: share of the MACs gone when each group keeps a single unit. *left*: MACs at budgets of 70, 50 "
         "and 30 %, or of the smallest network there is. *oracle*: largest relative difference between slim and masked.",

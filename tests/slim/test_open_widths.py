@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import importlib.util
 import pickle
 
 import pytest
@@ -52,6 +53,8 @@ CALLS = {
     "timm.models.volo.Attention": ({}, CHANNELS_LAST),
     "timm.models.volo.OutlookAttention": ({"kernel_size": 3, "padding": 1, "stride": 2}, CHANNELS_LAST),
 }
+# Older versions of timm have not all of the modules.
+THERE = [path for path in OPENINGS if importlib.util.find_spec(path.rpartition(".")[0])]
 WITHOUT_NUM_HEADS = ("cpubone", "fastvit", "hiera.", "iformer", "lowformer", "maxxvit", "metaformer", "nextvit")
 
 
@@ -77,7 +80,7 @@ def made(path):
     return module, [torch.randn(x, dtype=torch.float64) if isinstance(x, torch.Size) else x for x in inputs]
 
 
-@pytest.mark.parametrize("path", OPENINGS)
+@pytest.mark.parametrize("path", THERE)
 def test_the_same_numbers_with_open_widths(path):
     module, inputs = made(path)
     before = module(*inputs)
