@@ -31,13 +31,13 @@ class Assumptions:
     Attributes:
         bound_classes: modules of these classes read widths off their inputs or attributes: these sizes are tied.
         only_whole_heads: in such modules too, heads go whole or not at all; of their numbers those of the input count.
-        fewest_heads: heads go one by one where there are at least so many; with fewer, a third of a layer or nothing
-            could go: there the widths within the heads shrink instead, where they may.
+        fewest_heads: heads go one by one where there are at least so many; with two, half of a layer or nothing could
+            go: there the widths within the heads shrink instead, where they may.
     """
 
     bound_classes: frozenset[str] = frozenset()
     only_whole_heads: bool = False
-    fewest_heads: int = 4
+    fewest_heads: int = 3
 
 
 class Trace(TorchDispatchMode):
