@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-fast test-browser lint sweep fuzz-networks fuzz promises mutants docs images release compat clean
+.PHONY: quickstart test test-fast test-browser lint sweep sweep-all fuzz-networks fuzz promises mutants docs images \
+	release compat clean
 
 quickstart: $(READY)
 	$(BIN)/timm-knapsack quickstart
@@ -27,6 +28,10 @@ lint: $(READY)
 # Every timm family through trace, prune, oracle, round trip: writes benchmarks/coverage.csv and docs/coverage.md.
 sweep: $(READY)
 	$(BIN)/python benchmarks/coverage.py $(if $(MODELS),--models $(MODELS))
+
+# Every name of timm (1351): benchmarks/coverage_all.csv, docs/coverage_all.md. Hours; goes on where the last run stopped.
+sweep-all: $(READY)
+	$(BIN)/python benchmarks/coverage_all.py $(if $(NAMES),--names $(NAMES))
 
 # Random networks from a grammar of tricks, pruned and compared with the masked ones: 2000, or COUNT.
 fuzz-networks: $(READY)

@@ -47,12 +47,8 @@ def check(name: str) -> dict:
     """All checks for one model, in this process."""
     import timm
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
 
     import timm_knapsack as tk
-    from timm_knapsack.slim.copying import copy_with, on_meta
-    from timm_knapsack.slim.cutting import channel_config_of, mask_model
     from timm_knapsack.slim.example_inputs import example_input
 
     torch.set_num_threads(1)
@@ -71,27 +67,52 @@ def check(name: str) -> dict:
     row["frozen_why"] = "; ".join(sorted({r for r in groups.frozen.values() if r != "the model's output"})[:3])[:400]
     shape = example_input(model)
     failures = []
-
-    def counted(net):
-        try:
-            shadow = on_meta(net).requires_grad_(False)
-            with FlopCounterMode(display=False) as counter, torch.no_grad():
-                shadow(torch.empty(shape, device="meta"))
-        except RuntimeError:  # asks for values: real tensors; torch does not count fused attention of the CPU
-            shadow = copy_with(net, lambda _, t: t).eval()
-            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-                shadow(torch.zeros(shape))
-        return counter.get_total_flops() / 2
-
-    if counted(model) != full:
-        failures.append(f"{full} MACs traced, torch counts {counted(model)}")
+    if counted(model, shape) != full:
+        failures.append(f"{full} MACs traced, torch counts {counted(model, shape)}")
     scores = tk.taylor_scores(model, groups, criterion="random")
     target = max(0.5, least / full * 1.02)
     result = tk.prune(model, scores=scores, budget=tk.Budget(macs=target), groups=groups)
     sizes = [len(result.keep[g.name]) for g in groups]
     row["macs_left"] = round(result.report.line("macs").counted / full, 4)
-    if result.report.line("macs").counted != groups.macs(sizes) or counted(result.model) != groups.macs(sizes):
-        failures.append(f"{groups.macs(sizes)} MACs predicted for the slim model, torch counts {counted(result.model)}")
+    at_sizes, by_torch = groups.macs(sizes), counted(result.model, shape)
+    if result.report.line("macs").counted != at_sizes or by_torch != at_sizes:
+        failures.append(f"{at_sizes} MACs predicted for the slim model, torch counts {by_torch}")
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    row["oracle"], row["exact_groups"], wrong = oracle(model, groups, x)
+    failures += wrong
+    failures += trains(result.model, x)
+    failures += rebuilds(name, groups, result.keep, result.model)
+    row["total_s"] = round(time.perf_counter() - start, 1)
+    row["error"] = "; ".join(failures)
+    row["status"] = "wrong" if failures else "pass" if row["macs_left"] <= FLOOR else "frozen"
+    return row
+
+
+def counted(net, shape) -> float:
+    """MACs of one forward pass by torch's counter."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from timm_knapsack.slim.copying import copy_with, on_meta
+
+    try:
+        shadow = on_meta(net).requires_grad_(False)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            shadow(torch.empty(shape, device="meta"))
+    except RuntimeError:  # asks for values: real tensors; torch does not count fused attention of the CPU
+        shadow = copy_with(net, lambda _, t: torch.zeros_like(t, device="cpu") if t.is_meta else t).eval()
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+            shadow(torch.zeros(shape))
+    return counter.get_total_flops() / 2
+
+
+def oracle(model, groups, x) -> tuple[float | None, int, list[str]]:
+    """Slim against masked, in float64: (largest relative difference, groups that can show it, what is wrong)."""
+    import torch
+
+    import timm_knapsack as tk
+    from timm_knapsack.slim.cutting import mask_model
 
     draw = random.Random(0)
     exact = {
@@ -99,36 +120,49 @@ def check(name: str) -> dict:
         for g in groups
         if not g.crosses_norm
     }
-    row["exact_groups"] = len(exact)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    if not exact:  # a norm runs across every group, and masked means something else than removed
+        return None, 0, []
     double = model.double()
-    if exact:  # else a norm runs across every group, and masked means something else than removed
-        with torch.no_grad():
-            masked = first(mask_model(double, groups, exact)(x.double()))
-            slim = first(tk.slice_model(double, groups, exact)(x.double()))
-            moved = (masked - first(double(x.double()))).abs().max().item()
-        row["oracle"] = float(f"{((slim - masked).abs().max() / masked.abs().max()).item():.2e}")
-        if not row["oracle"] <= 1e-4:
-            failures.append(f"slim differs from masked by {row['oracle']}")
-        if not moved > 0:
-            failures.append("masking changes nothing, so the oracle shows nothing")
-        del masked, slim
-    del double
+    with torch.no_grad():
+        masked = first(mask_model(double, groups, exact)(x.double()))
+        slim = first(tk.slice_model(double, groups, exact)(x.double()))
+        moved = (masked - first(double(x.double()))).abs().max().item()
+    model.float()
+    difference = float(f"{((slim - masked).abs().max() / masked.abs().max()).item():.2e}")
+    failures = []
+    if not difference <= 1e-4:
+        failures.append(f"slim differs from masked by {difference}")
+    if not moved > 0:
+        failures.append("masking changes nothing, so the oracle shows nothing")
+    return difference, len(exact), failures
 
-    slim = result.model.train()
+
+def trains(slim, x) -> list[str]:
+    """What is wrong with a forward and backward pass in training mode."""
+    import torch
+
+    slim = slim.train()
     y = first(slim(torch.cat([x, x.flip(-1)]) if x.shape[-1] <= 300 else x))
     y.float().square().mean().backward()
     if not torch.isfinite(y).all() or all(p.grad is None for p in slim.parameters()):
-        failures.append("forward and backward of the slim model is not finite")
-    config = tk.ChannelConfig.from_json(channel_config_of(groups, result.keep, name).to_json())
+        return ["forward and backward of the slim model is not finite"]
+    return []
+
+
+def rebuilds(name: str, groups, keep, slim) -> list[str]:
+    """What is wrong with the architecture that the ChannelConfig rebuilds from JSON, on the meta device."""
+    import timm
+    import torch
+
+    import timm_knapsack as tk
+    from timm_knapsack.slim.cutting import channel_config_of
+
+    config = tk.ChannelConfig.from_json(channel_config_of(groups, keep, name).to_json())
     with torch.device("meta"):
         rebuilt = tk.resize_model(timm.create_model(name), config)
     if {k: v.shape for k, v in rebuilt.state_dict().items()} != {k: v.shape for k, v in slim.state_dict().items()}:
-        failures.append("the ChannelConfig does not rebuild the slim model's shapes")
-    row["total_s"] = round(time.perf_counter() - start, 1)
-    row["error"] = "; ".join(failures)
-    row["status"] = "wrong" if failures else "pass" if row["macs_left"] <= FLOOR else "frozen"
-    return row
+        return ["the ChannelConfig does not rebuild the slim model's shapes"]
+    return []
 
 
 def first(output):

@@ -361,6 +361,16 @@ def test_slim_timm_models_train(slim_timm):
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
+def test_two_heads_become_narrower_and_keep_their_scale():
+    model = seeded(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_heads=2))
+    groups = tk.find_channel_groups(model)
+    slim = slice_model(model, groups, {"blocks.0.attn.qkv": range(5, 25)})
+    assert [block.attn.num_heads for block in slim.blocks] == [2, 2]
+    assert [block.attn.head_dim for block in slim.blocks] == [20, 96]
+    assert slim.blocks[0].attn.scale == 96**-0.5 and slim.blocks[0].attn.qkv.out_features == 3 * 2 * 20
+    assert not groups["blocks.0.attn.qkv"].crosses_norm
+
+
 def test_heads_are_counted_anew():
     model = seeded(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2))
     groups = tk.find_channel_groups(model)

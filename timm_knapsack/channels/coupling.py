@@ -30,7 +30,7 @@ def couple(labels: Labels) -> Coupling:
         rows = columns = np.zeros(0, dtype=np.int64)
     graph = coo_matrix((np.ones(rows.size, dtype=np.int8), (rows, columns)), shape=(labels.count, labels.count))
     count, component = connected_components(graph, directed=False)
-    forest = _Forest(count, component)
+    forest = _Forest(count, component, labels.fewest_heads)
     for frozen, reason in labels.frozen:
         forest.freeze(frozen, reason)
     for mixed in labels.mixed:
@@ -60,7 +60,8 @@ def couple(labels: Labels) -> Coupling:
 class _Forest:
     """Union-find over components, with what is known of each."""
 
-    def __init__(self, count: int, component: np.ndarray):
+    def __init__(self, count: int, component: np.ndarray, fewest_heads: int):
+        self.fewest_heads = fewest_heads
         self.parent = np.arange(count)
         self.component = component
         self.frozen = np.zeros(count, dtype=bool)
@@ -111,23 +112,22 @@ class _Forest:
                 self.reason.setdefault(to, self.reason[member])
 
     def preferred(self, split: Split):
-        """Heads where there are heads; else the axis that leaves the most units, the later one in a tie."""
+        """Heads where there are enough; else the axis that leaves the most units, the later one in a tie.
+
+        Channels that a norm mixes come after others, but where heads are few.
+        """
         sizes = [axis.size for axis in split.axes]
         flat = self.root_of(split.flat).reshape(sizes)
+        heads = [bool(self.whole_heads[self.root_of(axis.labels)].any()) for axis in split.axes]
+        few = any(is_heads and size < self.fewest_heads for is_heads, size in zip(heads, sizes, strict=True))
 
         def rank(position: int):
-            axis = split.axes[position]
-            roots = self.root_of(axis.labels)
+            roots = self.root_of(split.axes[position].labels)
             alive = roots[~self.frozen[roots]]
             # Units left if this axis carries: indices whose whole run of labels is free, counted once each.
             runs = np.moveaxis(flat, position, 0).reshape(sizes[position], -1)
             joined = len(np.unique(np.stack([runs.min(axis=1), roots]), axis=1).T) if alive.size else 0
-            return (
-                bool(self.whole_heads[roots].any()),
-                not self.mixed[roots].any(),
-                joined * (alive.size > 0),
-                position,
-            )
+            return heads[position] and not few, joined if few else 0, not self.mixed[roots].any(), joined, position
 
         candidates = [i for i, axis in enumerate(split.axes) if not self.is_frozen(axis.labels).all()]
         return split.axes[max(candidates, key=rank)]

@@ -41,7 +41,7 @@ def groups_of(model: nn.Module, shadow: nn.Module, trace: Trace, inputs: tuple) 
         columns.number(np.arange(first, first + tensors[name].shape[dim]))
     terms = [(term, [columns.number(a) for a in term.axes]) for term in labels.terms]
     uses = list(labels.uses) + list(_own_parameter_uses(shadow, trace, columns, owners))
-    bound = _bindings(shadow, uses, columns, coupling)
+    bound = _bindings(shadow, labels, uses, columns, coupling)
 
     # An entry is one label in one column; a unit's signature is how often it stands in which column.
     sizes = np.array([column.size for column in columns.labels])
@@ -236,7 +236,9 @@ def _own_parameter_uses(shadow, trace, columns, owners):
                 yield Use(module_name, axis.size, (axis,), ("in_features", "num_features"))
 
 
-def _bindings(shadow, uses, columns, coupling: Coupling) -> dict[tuple[str, str], list[tuple[int, list[int]]]]:
+def _bindings(
+    shadow, labels: Labels, uses, columns, coupling: Coupling
+) -> dict[tuple[str, str], list[tuple[int, list[int]]]]:
     """(module, attribute) → what it may count, the most certain first."""
     modules = dict(shadow.named_modules())
     found = defaultdict(list)
@@ -252,11 +254,38 @@ def _bindings(shadow, uses, columns, coupling: Coupling) -> dict[tuple[str, str]
             else:
                 numbers.append(columns.number(axis.labels))
         dotted = [name for name in use.names if "." in name]
-        first = use.axes[0].labels
-        heads = len(use.axes) == 1 and first is not None and bool(coupling.heads[coupling.component[first[0]]])
-        for path in dotted or holders(module, use.size, use.names, heads):
+        for path in dotted or holders(module, use.size, use.names, _counts_heads(use, coupling), use.part):
             found[use.module, path].append((constant, numbers))
-    return found
+    # A number that counts channels alone is not also one of channels and pixels, even where that one would change.
+    channels = _channel_components(labels, coupling)
+    return {key: _surest(counts, columns, channels, coupling) for key, counts in found.items()}
+
+
+def _surest(candidates, columns: _Columns, channels: np.ndarray, coupling: Coupling):
+    """Of what a number may count: channels alone, or else what has no pixels in it, or else everything."""
+    alone = [
+        (constant, numbers)
+        for constant, numbers in candidates
+        if constant == 1 and len(numbers) == 1 and channels[coupling.component[columns.labels[numbers[0]]]].all()
+    ]
+    return alone or [c for c in candidates if c[0] == 1] or candidates
+
+
+def _channel_components(labels: Labels, coupling: Coupling) -> np.ndarray:
+    """bool [components]: made or summed over by an op with a weight."""
+    result = np.zeros(coupling.frozen.size, dtype=bool)
+    for array in (*labels.producers, *labels.consumers):
+        result[coupling.component[array]] = True
+    return result
+
+
+def _counts_heads(use: Use, coupling: Coupling) -> bool:
+    """Whether each index that the number counts is an attention head."""
+    labels = use.axes[0].labels if len(use.axes) == 1 else None
+    if labels is None:
+        return False
+    components = coupling.component[labels]
+    return bool(coupling.heads[components[0]]) and np.unique(components).size == components.size
 
 
 def _attributes(bound, counts) -> Iterator[Attribute]:

@@ -13,6 +13,7 @@ remembers the relation. Which of the new axes carries the channels is decided af
 became of each (``coupling`` does it).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -63,6 +64,7 @@ class Use:
     size: int
     axes: Dim
     names: tuple[str, ...] = ()  # attributes that can hold it; any when empty
+    part: tuple[int, int] | None = None  # (2, 3): the last of three sizes in one call
 
 
 @dataclass(slots=True)
@@ -80,8 +82,11 @@ class Labels:
 
     count: int = 0
     only_whole_heads: bool = False
+    fewest_heads: int = 1  # heads go one by one where there are at least so many
     place: str = "the input"  # where the trace is now, for reasons: "aten.cat in layer1.0"
     module: str = ""
+    # The module whose code is running: another than the one whose forward is, where that calls a method of it.
+    code_owner: Callable[[], str] = lambda: ""
     # Sizes that the running module reads off its input or its attributes → the dim that first had that size.
     bound: dict[int, Dim | None] = field(default_factory=dict)
     ties: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -131,10 +136,11 @@ class Labels:
         self.producers.extend(axis.labels for axis in produces if axis.labels is not None)
         self.consumers.extend(axis.labels for axis in consumes if axis.labels is not None)
 
-    def use(self, size: int, axes: Dim, *names: str) -> None:
+    def use(self, size: int, axes: Dim, *names: str, part: tuple[int, int] | None = None) -> None:
         """The running module passed ``size`` to an op; it must follow ``axes`` when they shrink."""
         if any(axis.labels is not None for axis in axes):
-            self.uses.append(Use(self.module, int(size), tuple(axes), names))
+            for module in dict.fromkeys((self.module, self.code_owner() or self.module)):
+                self.uses.append(Use(module, int(size), tuple(axes), names, part))
             if size in self.bound and not names:
                 first = self.bound[size]
                 self.bound[size] = tuple(axes) if first is None else first

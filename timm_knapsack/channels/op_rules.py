@@ -122,6 +122,8 @@ def convolution(labels, op, layouts, args, kwargs, outputs):
     if slides_along_channels(x, args) and outputs[0].shape == args[0].shape:
         labels.mix(x.dims[2])  # without a channel, others become neighbours
         pixels = [x.dims[2]]
+    elif stays_in_place(args):
+        pixels = x.dims[2:]
     else:
         for dim in x.dims[2:]:
             labels.freeze(dim, "a kernel or pixel position, not a channel")
@@ -146,6 +148,12 @@ def convolution(labels, op, layouts, args, kwargs, outputs):
     counted = plain(args[0].shape[2:]).dims if transposed else pixels
     labels.count_macs([x.dims[0], out, consumed, *counted], prod(args[1].shape[2:]))
     return Layout([x.dims[0], channels, *pixels])
+
+
+def stays_in_place(args) -> bool:
+    """A kernel of one position: what stands where pixels would be, as channels, does not meet."""
+    _, weight, _, stride, padding, _, transposed = args[:7]
+    return set(weight.shape[2:]) == set(stride) == {1} and set(padding) == {0} and not transposed
 
 
 def slides_along_channels(x: Layout, args) -> bool:
@@ -251,6 +259,17 @@ def group_norm(labels, op, layouts, args, kwargs, outputs):
         labels.mix(within)
     labels.mix(channels)
     return (Layout([x.dims[0], channels, *x.dims[2:]]), *(plain(y.shape) for y in outputs[1:]))
+
+
+@register_rule("_weight_norm", "_weight_norm_interface")
+def weight_norm(labels, op, layouts, args, kwargs, outputs):
+    v, g = layouts(args[0]), layouts(args[1])
+    d = (args[2] if len(args) > 2 else 0) % len(v.dims)
+    dims = list(v.dims)
+    dims[d] = labels.tie(dims[d], g.dims[d])
+    labels.mix(dims[d])  # a filter of zeros has no direction; zeros among its inputs do not change its length
+    weight = Layout(dims, v.weight and g.weight)
+    return (weight, Layout([dim if i == d else () for i, dim in enumerate(dims)])) if len(outputs) > 1 else weight
 
 
 @register_rule(

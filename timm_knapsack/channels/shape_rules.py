@@ -157,9 +157,9 @@ def split(labels, op, layouts, args, kwargs, outputs):
     if flat is not None and "with_sizes" not in op:
         labels.freeze((Axis(flat.size, flat),), "cut into parts of unequal size")
     results = []
-    for size, end in zip(sizes, ends, strict=True):
+    for i, (size, end) in enumerate(zip(sizes, ends, strict=True)):
         part = cut(labels, dim, end - size, end)
-        labels.use(size, part)
+        labels.use(size, part, part=(i, len(sizes)))
         results.append(Layout([*x.dims[:d], part, *x.dims[d + 1 :]], x.weight))
     return tuple(results)
 

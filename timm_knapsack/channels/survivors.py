@@ -146,6 +146,19 @@ def _batch_norm(trace: SurvivorsOnly, func, op, args, kwargs):
     return (_put_back(y, stays, x.shape), *statistics)
 
 
+def _weight_norm(trace: SurvivorsOnly, func, op, args, kwargs):
+    """A filter that is gone has no direction."""
+    v, g, *dim = args
+    d = (dim[0] if dim else 0) % v.dim()
+    stays = trace.concerned(v, [d])
+    if not stays:
+        return None
+    result = func(_taken(v, stays), _taken(g, stays), *dim, **kwargs)
+    if isinstance(result, tuple):
+        return tuple(_put_back(y, stays, x.shape) for y, x in zip(result, (v, g), strict=True))
+    return _put_back(result, stays, v.shape)
+
+
 def _convolution(trace: SurvivorsOnly, func, op, args, kwargs):
     x = args[0]
     if x.dim() != 3 or not slides_along_channels(trace._layout(x), args):
@@ -173,6 +186,7 @@ COMBINING: dict[str, Callable] = {
     **dict.fromkeys("native_layer_norm rms_norm _fused_rms_norm".split(), _layer_norm),
     "native_group_norm": _group_norm,
     **dict.fromkeys("native_batch_norm _native_batch_norm_legit batch_norm".split(), _batch_norm),
+    **dict.fromkeys("_weight_norm _weight_norm_interface".split(), _weight_norm),
     "convolution": _convolution,
     **dict.fromkeys("mm addmm bmm baddbmm mv dot vdot".split(), _product),
 }

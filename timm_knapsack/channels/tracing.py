@@ -4,6 +4,7 @@ The model runs as a copy on the meta device, where tensors have shapes but no va
 nor arithmetic. A model that asks for a value (``.item()``) is traced with real tensors instead.
 """
 
+import sys
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,10 +31,13 @@ class Assumptions:
     Attributes:
         bound_classes: modules of these classes read widths off their inputs or attributes: these sizes are tied.
         only_whole_heads: in such modules too, heads go whole or not at all; of their numbers those of the input count.
+        fewest_heads: heads go one by one where there are at least so many; with two, half of a layer or nothing could
+            go: there the widths within the heads shrink instead, where they may.
     """
 
     bound_classes: frozenset[str] = frozenset()
     only_whole_heads: bool = False
+    fewest_heads: int = 3
 
 
 class Trace(TorchDispatchMode):
@@ -46,7 +50,7 @@ class Trace(TorchDispatchMode):
     def __init__(self, model: nn.Module, assuming: Assumptions | None = None, follow_maps: bool = True):
         super().__init__()
         assuming = assuming or Assumptions()
-        self.labels = Labels(only_whole_heads=assuming.only_whole_heads)
+        self.labels = Labels(only_whole_heads=assuming.only_whole_heads, fewest_heads=assuming.fewest_heads)
         self.bound_classes = assuming.bound_classes
         self.on_meta = all(tensor.is_meta for _, tensor in named_tensors(model))
         self.outputs: list[Tensor] = []
@@ -68,6 +72,7 @@ class Trace(TorchDispatchMode):
             self._names[id(tensor)] = name
         self._modules = {id(module): name for name, module in model.named_modules()}
         self._stack: list[tuple[str, dict]] = []
+        self.labels.code_owner = self._code_owner
 
     # ---- what rules ask for
 
@@ -105,7 +110,7 @@ class Trace(TorchDispatchMode):
 
     def attention_scale(self, query: Tensor) -> float | None:
         """The scale of fused attention that is called without one; None leaves it to torch."""
-        self.labels.mix(self(query).dims[-1])
+        self.labels.freeze(self(query).dims[-1], "the width of a head sets the attention's scale")
         return None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -163,6 +168,17 @@ class Trace(TorchDispatchMode):
     def running(self) -> str:
         """The module that is running, or that raised the error that ended the trace."""
         return self._stack[-1][0] if self._stack else ""
+
+    def _code_owner(self) -> str:
+        """The module whose method called the op; none where a function did."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
+            if isinstance(owner, nn.Module):
+                return self._modules.get(id(owner), "")
+            frame = frame.f_back
+        return ""
 
     def _bound_sizes(self, module: nn.Module, inputs) -> dict[int, tuple | None]:
         """Sizes a module's code may read off its inputs' channel dims, or off one attribute for several layers."""

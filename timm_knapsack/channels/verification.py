@@ -33,6 +33,16 @@ def verified(
     groups: ChannelGroups, model: nn.Module, shadow: nn.Module, inputs: tuple, trace: Trace, way: str
 ) -> ChannelGroups:
     """The groups that survive the dry run, and the comparison of values where ``way`` asks for it."""
+    first = _verified(groups, model, shadow, inputs, trace, way)
+    few_heads = any(heads.size < trace.labels.fewest_heads for heads in trace.labels.whole_heads)
+    if not few_heads or len(first.frozen) <= len(groups.frozen):
+        return first
+    # Something was refused, perhaps the widths within heads: there whole heads may go, however few.
+    trace = run_trace(shadow, inputs, Assumptions(fewest_heads=1))
+    return _freer(_verified(groups_of(model, shadow, trace, inputs), model, shadow, inputs, trace, way), first)
+
+
+def _verified(groups, model, shadow, inputs, trace, way: str) -> ChannelGroups:
     fitting, assuming = _fitting(groups, model, shadow, inputs, trace)
     if way == "shapes":
         return replace(fitting, verified="shapes", verified_note="as asked")
@@ -54,7 +64,7 @@ def verified(
 def _by_whole_heads(result, model, shadow, inputs, assuming: Assumptions) -> ChannelGroups:
     """Where code that reads widths had to be frozen, as nn.MultiheadAttention, which scales by the width of a head,
     whole heads may go with their channels of the stream."""
-    assuming = replace(assuming, only_whole_heads=True)
+    assuming = replace(assuming, only_whole_heads=True, fewest_heads=1)
     trace = run_trace(shadow, inputs, assuming)
     groups = groups_of(model, shadow, trace, inputs)
     if len(groups.frozen) >= len(result.frozen):
@@ -70,7 +80,7 @@ def _fitting(groups, model, shadow, inputs, trace) -> tuple[ChannelGroups, Assum
     equal to the input's. Where the dry run fails in such a module, its class is traced again with these sizes tied.
     """
     check = first = ShapeCheck(groups, shadow, inputs, trace)
-    assuming = Assumptions()
+    assuming = plain = Assumptions(fewest_heads=trace.labels.fewest_heads)
     error = _first_failure(check)
     for _ in range(MAX_RETRACES):
         if error is None:
@@ -86,7 +96,7 @@ def _fitting(groups, model, shadow, inputs, trace) -> tuple[ChannelGroups, Assum
     if check is not first and error is not None:
         unbound = _surviving(first)
         if _freer(unbound, result) is unbound:
-            return unbound, Assumptions()
+            return unbound, plain
     return result, assuming
 
 

@@ -55,9 +55,7 @@ def recover(
     folder = pruned_folder(student)
     target = console.check_new(out or f"{str(student).rstrip('/')}-recovered", overwrite)
     images = DataPart(data.source, train_split=data.split, **data.reading())
-    settings = Settings(
-        model=ModelPart(student), data=images, recover=RecoverPart(data.limit, data.batch_size, refine)
-    )
+    settings = Settings(model=ModelPart(student), data=images, recover=RecoverPart(data.limit, data.batch_size, refine))
     job = Job(settings, folder=target, accelerator=start_accelerator())
     job.device = where if job.accelerator.num_processes == 1 else str(job.accelerator.device)  # each process its own
     record, network = RunRecord.load(folder), ModelSource(student).load().to(job.device)

@@ -82,9 +82,7 @@ def refine(
         >>> result = prune(model, loader, budget=Budget(macs=0.5))
         >>> student = refine(result.model, model, loader)
     """
-    refine_steps(
-        student, teacher, loader, kept=kept, epochs=epochs, images=images, accelerator=accelerator, seed=seed
-    )
+    refine_steps(student, teacher, loader, kept=kept, epochs=epochs, images=images, accelerator=accelerator, seed=seed)
     return student
 
 

@@ -28,6 +28,7 @@ COUNTS_HEADS = re.compile(r"^(?!.*(dim|width|channels|features|size)).*head|^nh$
 LAYER_SHAPES: dict[type, dict[str, tuple[str, int]]] = {
     nn.Linear: {"in_features": ("weight", 1), "out_features": ("weight", 0)},
     nn.modules.batchnorm._NormBase: {"num_features": ("running_mean", 0)},
+    nn.modules.instancenorm._InstanceNorm: {"num_features": ("weight", 0)},  # most keep no statistics
     nn.GroupNorm: {"num_channels": ("weight", 0)},
     nn.Embedding: {"num_embeddings": ("weight", 0), "embedding_dim": ("weight", 1)},
     nn.PReLU: {"num_parameters": ("weight", 0)},
@@ -36,17 +37,27 @@ LAYER_SHAPES: dict[type, dict[str, tuple[str, int]]] = {
 }
 
 
-def holders(module: nn.Module, size: int, names: tuple[str, ...] = (), heads: bool = False) -> Iterator[str]:
+def holders(
+    module: nn.Module,
+    size: int,
+    names: tuple[str, ...] = (),
+    heads: bool = False,
+    part: tuple[int, int] | None = None,
+) -> Iterator[str]:
     """Paths of the module's attributes that hold this number: ``num_heads``, ``split_sizes.0``.
 
     ``heads`` says that the number counts attention heads: only an attribute named so can hold it, and no other.
+    ``part`` says that it was the i-th of n numbers: of a list of n only the i-th can be it.
     """
     for name, value in vars(module).items():
         if name.startswith("_") or (names and name not in names):
             continue
         if not names and (NOT_CHANNELS.search(name) or bool(COUNTS_HEADS.search(name)) != heads):
             continue
-        yield from _paths(name, value, size)
+        for path in _paths(name, value, size):
+            in_list = part is not None and isinstance(value, (list, tuple)) and len(value) == part[1]
+            if not in_list or path == f"{name}.{part[0]}":
+                yield path
 
 
 def channel_numbers(module: nn.Module) -> set[int]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from .modes import modes_kept
+from .open_widths import open_widths
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -29,6 +30,7 @@ def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
     """A deep copy in which each parameter and buffer is what ``replace(name, tensor)`` returns.
 
     Forward hooks come along as with `copy.deepcopy`; hooks of the backward pass and of the state dict stay behind.
+    Modules of timm whose code takes a width for granted leave it open in the copy (`open_widths`).
     """
     memo = {}
     for name, tensor in named_tensors(model):
@@ -54,6 +56,7 @@ def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
             hooks = vars(module).get(name, {})
             for key, hook in hooks.items():
                 memo[id(hooks)][key] = _copied_hook(hook, memo)
+    open_widths(result)
     with modes_kept(result):
         result.train()  # modules that cache something for inference (attention biases) drop it here
     return result
