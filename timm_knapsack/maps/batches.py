@@ -138,6 +138,18 @@ def image_batches(loader: Iterable | None, limit: int | None = None, device: Any
     return batches
 
 
+def example_of(model: Any, loader: Iterable | None) -> Tensor | None:
+    """The first image of a loader, for a model that is not timm's and so does not say what it takes; else None.
+
+    Example:
+        >>> example_of(torch.nn.Conv2d(3, 1, 1), [torch.zeros(4, 3, 8, 8)]).shape
+        torch.Size([1, 3, 8, 8])
+    """
+    if loader is None or getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None):
+        return None
+    return next((images_of(batch)[:1] for batch in loader), None)
+
+
 def varied(batches: list[Tensor]) -> list[Tensor]:
     """The same batches, or an error where every image is one plain colour: nothing can be fitted to those.
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..maps.batches import images_of, labels_of
-from ..maps.distance import gives_logits, output_distance
+from ..maps.distance import class_scores, gives_logits, output_distance
 from ..pruning.result import LossLine
 from ..slim.modes import eval_mode
 
@@ -35,7 +35,7 @@ def measure_loss(slim: nn.Module, original: nn.Module, loader: Iterable, *, reco
             images += len(x)
             labelled = labelled and labels is not None and logits
             if logits:
-                seen = before.argmax(1), after.argmax(1)
+                seen = class_scores(before).argmax(1), class_scores(after).argmax(1)
                 same += int((seen[0] == seen[1]).sum())
                 if labelled:
                     labels = labels.to(device)[: len(x)]

@@ -25,6 +25,7 @@ from ..maps.taps import find_blocks, find_taps
 from ..maps.walk import PROBE_IMAGES, Segment, Walk, find_segments, hooked, watch_execution
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
+from ..slim.wrappers import for_images, worked_on
 from .finished_layers import FinishedLayers
 from .output_layer import penalty_of_scores
 from .plans import POSITIONS, Plan, Planner
@@ -81,11 +82,12 @@ def recover(
 
 def recover_layers(student, teacher, loader, *, kept=None, ridge=None, images=None, accelerator=None) -> list[LayerFit]:
     """As `recover`; returns how each layer fared."""
-    kept = dict(kept if kept is not None else kept_of(student, teacher))
-    _check_pair(student, teacher, kept)
-    check_ridge(ridge)
-    batches = varied(image_batches(loader, images, next(student.parameters()).device))
-    with eval_mode(student, teacher), torch.no_grad():
+    teacher = for_images(teacher)
+    with worked_on(student) as student, eval_mode(student, teacher), torch.no_grad():
+        kept = dict(kept if kept is not None else kept_of(student, teacher))
+        _check_pair(student, teacher, kept)
+        check_ridge(ridge)
+        batches = varied(image_batches(loader, images, next(student.parameters()).device))
         return _Recovery(student, teacher, batches, kept, ridge, accelerator).run()
 
 
