@@ -46,7 +46,8 @@ def offline(tmp_path_factory):
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        patch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)  # 5 s after each shuffled stream
+        # 5 s after each shuffled stream, where the version sleeps at all
+        patch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
         yield
     AcceleratorState._reset_state(reset_partial_state=True)  # Accelerate remembers its processes for good
     GradientState._reset_state()

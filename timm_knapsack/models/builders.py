@@ -1,7 +1,7 @@
 """Bases that timm does not know: made by a function of the caller's, which a saved folder names but never calls."""
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +26,8 @@ def import_builder(builder: Builder) -> Callable[..., nn.Module]:
     if callable(builder):
         return builder
     check_builder_name(builder)
-    module, _, name = builder.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = pkgutil.resolve_name(builder)
     except Exception as error:  # whatever the import of a foreign module raises
         raise ChannelConfigError(
             f"builder {builder!r} can't be had: {first_line(error)}; is its package installed, or its folder on "
