@@ -31,13 +31,21 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=600)
 
 
-@pytest.fixture
-def after_quickstart(tmp_path):
-    """A folder as `make quickstart` leaves it, with fewer images and a network that knows little."""
-    for folder in write_images(tmp_path / "quickstart" / "images").glob("*/*"):
-        for image in sorted(folder.iterdir())[16:]:
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory):
+    """What `make quickstart` leaves, with fewer images and a network that knows little."""
+    folder = tmp_path_factory.mktemp("made") / "quickstart"
+    for images in write_images(folder / "images").glob("*/*"):
+        for image in sorted(images.iterdir())[16:]:
             image.unlink()
-    save_file(timm.create_model("cifar_resnet8x2").state_dict(), tmp_path / "quickstart" / "base.safetensors")
+    save_file(timm.create_model("cifar_resnet8x2").state_dict(), folder / "base.safetensors")
+    return folder
+
+
+@pytest.fixture
+def after_quickstart(left_behind, tmp_path):
+    """A folder of a user's own after a quickstart."""
+    shutil.copytree(left_behind, tmp_path / "quickstart")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     return tmp_path
 
