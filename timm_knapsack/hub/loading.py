@@ -31,7 +31,9 @@ def load_pretrained(source: str | os.PathLike, builder: Builder | None = None, *
         arguments: of ``timm.create_model``, for a network of timm's.
 
     Example:
-        >>> result = prune(torchvision.models.resnet18(), loader, budget=Budget(macs=0.5))
+        >>> import torchvision
+        >>> net, image = torchvision.models.resnet18(), torch.zeros(1, 3, 32, 32)
+        >>> result = prune(net, budget=Budget(macs=0.5), criterion="magnitude", example_inputs=image)
         >>> folder = save_pretrained(result, "tv-half", builder="torchvision.models:resnet18")
         >>> smaller = load_pretrained("tv-half", builder="torchvision.models:resnet18")
         >>> load_pretrained("tv-half")

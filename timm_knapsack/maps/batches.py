@@ -112,7 +112,9 @@ def _kind(batch: Any) -> str:
     return f"a {type(batch).__name__}{inside}"
 
 
-def image_batches(loader: Iterable | None, limit: int | None = None, device: Any = None) -> list[Tensor]:
+def image_batches(
+    loader: Iterable | None, limit: int | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """All images of a loader, batch by batch, at most ``limit`` of them.
 
     Example:
@@ -124,7 +126,7 @@ def image_batches(loader: Iterable | None, limit: int | None = None, device: Any
         raise KnapsackError(f"images={limit!r}: expected a whole number, at least one image is needed")
     batches, count = [], 0
     for batch in loader if loader is not None else ():
-        x = images_of(batch).to(device)
+        x = images_of(batch).to(device=device, dtype=dtype)
         x = x if limit is None else x[: limit - count]
         if not torch.isfinite(x).all():
             raise KnapsackError("images hold values that are not finite (nan or infinite)")

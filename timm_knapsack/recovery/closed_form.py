@@ -23,6 +23,7 @@ from ..maps.batches import image_batches, varied
 from ..maps.patches import draw_positions, outputs, patches
 from ..maps.taps import find_blocks, find_taps
 from ..maps.walk import PROBE_IMAGES, Segment, Walk, find_segments, hooked, watch_execution
+from ..slim.example_inputs import example_dtype
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
 from ..slim.wrappers import for_images, worked_on
@@ -87,7 +88,8 @@ def recover_layers(student, teacher, loader, *, kept=None, ridge=None, images=No
         kept = dict(kept if kept is not None else kept_of(student, teacher))
         _check_pair(student, teacher, kept)
         check_ridge(ridge)
-        batches = varied(image_batches(loader, images, next(student.parameters()).device))
+        device, dtype = next(student.parameters()).device, example_dtype(student)
+        batches = varied(image_batches(loader, images, device, dtype))
         return _Recovery(student, teacher, batches, kept, ridge, accelerator).run()
 
 

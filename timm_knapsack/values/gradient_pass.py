@@ -22,7 +22,7 @@ from ..slim.channel_config import model_name
 from ..slim.channel_groups import ChannelGroups
 from ..slim.copying import named_tensors
 from ..slim.modes import eval_mode
-from ..slim.wrappers import bare, in_full_precision
+from ..slim.wrappers import NARROW, bare, in_full_precision
 from .criteria import CRITERIA, Criterion, Piece
 from .scores import Scores
 
@@ -160,7 +160,7 @@ def _accumulate(model, parameters, sums, loader, accelerator, per_sample, loss_f
     add = _add_each_sample if per_sample else _add_batch
     samples = 0
     for batch in _with_progress(_share(loader, rank, world), progress if rank == 0 else False):
-        batch = _map_tensors(lambda x: x.to(device), batch)
+        batch = _map_tensors(lambda x: x.to(device).float() if x.dtype in NARROW else x.to(device), batch)
         if loss_fn is _cross_entropy:
             batch = _labelled(batch)
         n = _batch_size(batch)

@@ -25,6 +25,7 @@ from ..maps.walk import Execution, Segment, Walk, find_segments, hooked, kept_by
 from ..slim.channel_config import model_name
 from ..slim.channel_groups import ChannelGroup, ChannelGroups
 from ..slim.cutting import slice_model
+from ..slim.example_inputs import example_dtype
 from ..slim.modes import eval_mode
 from ..slim.wrappers import for_images
 from .consumers import GramSums, Reader, choose_penalty, collect_grams, readers_of, rows_of
@@ -69,7 +70,7 @@ def value_curves(
     """
     model, original = for_images(model), None if original is None else for_images(original)
     device = next(model.parameters()).device
-    batches = image_batches(loader, images, device)
+    batches = image_batches(loader, images, device, example_dtype(model))
     count = sum(map(len, batches))
     if not len(groups):
         why = "; ".join(f"{name}: {reason}" for name, reason in list(groups.frozen.items())[:3])
