@@ -163,6 +163,8 @@ def test_features_only(kind, images, tmp_path):
     assert_equal(loaded, result.model)
     assert loaded.channel_config == result.channel_config
     assert "maps of features" in (folder / "README.md").read_text()
+    with pytest.raises(KnapsackError, match="gives no class scores"):
+        tk.evaluate(loaded, [(images[0], torch.zeros(8, dtype=torch.long))])
     with pytest.raises(ChannelConfigError, match=r"was pruned as features_only with out_indices=.*these maps alone"):
         timm.create_model(f"local-dir:{folder}", pretrained=True, features_only=False)
 

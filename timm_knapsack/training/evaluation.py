@@ -55,6 +55,8 @@ def evaluate(
             with accelerator.autocast():
                 logits = class_scores(model(images))
                 reference = None if labelled else class_scores(teacher(images))
+            if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
+                raise TrainingError(f"{type(model).__name__} gives no class scores [images, classes] to be counted")
             logits = logits.float()
             if labelled:
                 check_targets(targets, logits.shape[1], f"batch {index} of the evaluation data")
