@@ -2,8 +2,6 @@
 
 import io
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -417,12 +415,3 @@ def test_config_is_data():
     assert config == DataConfig(batch_size=2, augmentation=Augmentation(crop="rrc", scale=(0.2, 1.0)))
     assert len(create_loader((pixels(), [0] * 12), CONFIG, config)) == 6
     assert len(create_loader((pixels(), [0] * 12), CONFIG, config, batch_size=3)) == 4
-
-
-def test_datasets_is_imported_on_first_use_only():
-    code = (
-        "import sys, numpy, timm_knapsack; from timm_knapsack.images.loaders import create_loader; "
-        "list(create_loader((numpy.zeros((2, 8, 8, 3), 'uint8'), [0, 1]), {'input_size': (3, 8, 8)})); "
-        "assert 'datasets' not in sys.modules and 'pyarrow' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

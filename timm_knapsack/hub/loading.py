@@ -64,5 +64,3 @@ def load_pretrained(source: str | os.PathLike, builder: Builder | None = None, *
         raise CheckpointError(f"the weights of {name} do not fit what {builder} builds: {'; '.join(wrong[:3])}")
     model.load_state_dict(state)
     return model.eval()
-
-
