@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import timm
+from forks import in_fork
+from forks import timm_knapsack as in_fork_verb
 from safetensors.torch import save_file
 
 import timm_knapsack
@@ -29,13 +31,21 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=600)
 
 
-@pytest.fixture
-def after_quickstart(tmp_path):
-    """A folder as `make quickstart` leaves it, with fewer images and a network that knows little."""
-    for folder in write_images(tmp_path / "quickstart" / "images").glob("*/*"):
-        for image in sorted(folder.iterdir())[16:]:
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory):
+    """What `make quickstart` leaves, with fewer images and a network that knows little."""
+    folder = tmp_path_factory.mktemp("made") / "quickstart"
+    for images in write_images(folder / "images").glob("*/*"):
+        for image in sorted(images.iterdir())[16:]:
             image.unlink()
-    save_file(timm.create_model("cifar_resnet8x2").state_dict(), tmp_path / "quickstart" / "base.safetensors")
+    save_file(timm.create_model("cifar_resnet8x2").state_dict(), folder / "base.safetensors")
+    return folder
+
+
+@pytest.fixture
+def after_quickstart(left_behind, tmp_path):
+    """A folder of a user's own after a quickstart."""
+    shutil.copytree(left_behind, tmp_path / "quickstart")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     return tmp_path
 
@@ -57,7 +67,10 @@ def test_the_shell_blocks_of_the_readme_run_in_order(after_quickstart):
     env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for command in commands:
         words = shlex.split(command)
-        done = subprocess.run(words, cwd=after_quickstart, env=env, capture_output=True, text=True, timeout=600)
+        if words[0] == "timm-knapsack":
+            done = in_fork_verb(words[1:], after_quickstart, env)
+        else:
+            done = subprocess.run(words, cwd=after_quickstart, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
     assert (after_quickstart / "digits-tuned" / "model" / "report.html").exists()
     assert (after_quickstart / "digits-again" / "model" / "model.safetensors").exists()
@@ -67,14 +80,17 @@ def test_the_shell_blocks_of_the_readme_run_in_order(after_quickstart):
 def test_the_python_blocks_of_other_pages_run(page, after_quickstart):
     code = blocks(ROOT / "docs" / f"{page}.md", "python")
     assert code
-    done = run("\n".join(code), after_quickstart)
+    done = in_fork(lambda: exec("\n".join(code), {"__name__": "__main__"}), after_quickstart)
     if done.returncode and "can't be pruned to" in done.stderr:  # times of a machine that others use, too: once more
-        done = run("\n".join(code), after_quickstart)
+        done = in_fork(lambda: exec("\n".join(code), {"__name__": "__main__"}), after_quickstart)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_broken_block_would_be_noticed(tmp_path):
-    assert run("import timm_knapsack as tk\ntk.prun", tmp_path).returncode != 0
+    done = in_fork(lambda: exec("import timm_knapsack as tk\ntk.prun", {}), tmp_path)
+    assert done.returncode == 1 and "no attribute 'prun'" in done.stderr
+    done = in_fork_verb(["prun"], tmp_path)
+    assert done.returncode == 2 and "No such command" in done.stderr
 
 
 def test_links_lead_to_files():

@@ -46,6 +46,29 @@ def test_import_pulls_in_nothing_heavy():
     assert not loaded & HEAVY
 
 
+# What is imported only where it is needed: (statements, packages that are not there afterwards), one after the other.
+WAITING = [
+    ("tk.FinetuneConfig; tk.DistillationConfig", ("accelerate", "datasets", "rich", "matplotlib")),
+    ("import timm_knapsack.runtimes.kinds", ("onnx", "onnxruntime", "openvino", "nncf")),
+    ("import timm_knapsack.reports.page", ("matplotlib", "sklearn", "datasets")),
+    (
+        "import numpy; from timm_knapsack.images.loaders import create_loader; "
+        "list(create_loader((numpy.zeros((2, 8, 8, 3), 'uint8'), [0, 1]), {'input_size': (3, 8, 8)}))",
+        ("datasets", "pyarrow"),
+    ),
+    ("import timm_knapsack.cli.app", ("matplotlib", "sklearn", "datasets")),
+]
+
+
+def test_heavy_packages_wait_for_their_first_use():
+    """All in one new process: it takes seconds to start one with torch."""
+    code = "import sys, timm_knapsack as tk\n"
+    for statements, packages in WAITING:
+        code += f"{statements}\nprint([name for name in {packages} if name in sys.modules])\n"
+    done = run(code + "print([name for name in ('torch', 'onnx') if name in sys.modules])")
+    assert done.stdout.splitlines() == ["[]"] * len(WAITING) + ["['torch']"], done.stderr  # what is there is seen
+
+
 def test_help_is_quick_and_pulls_in_no_torch():
     """5.5 s of CPU once, when importing the package imported timm."""
     code = "import sys, time; sys.argv = ['timm-knapsack', {}]\nfrom timm_knapsack.cli.app import main\n"

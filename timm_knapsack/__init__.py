@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the names of _HOME for type checkers and completion; tests/
     from .export.export_model import export_model as export_model
     from .export.kinds import Exporter as Exporter
     from .export.kinds import register_exporter as register_exporter
+    from .hub.loading import load_pretrained as load_pretrained
     from .hub.saving import push_to_hub as push_to_hub
     from .hub.saving import save_pretrained as save_pretrained
     from .images.loaders import image_loader as image_loader
@@ -88,6 +89,7 @@ _HOME = {
     "evaluate": "training.finetuning",
     "InnerDistillationTask": "training.timm_task",
     "save_pretrained": "hub.saving",
+    "load_pretrained": "hub.loading",
     "push_to_hub": "hub.saving",
     "ChannelConfig": "slim.channel_config",
     "register_pruned_model": "models.pruned_models",

@@ -317,16 +317,6 @@ def test_quickstart_ends_with_a_table_and_two_lines_of_python(user, monkeypatch)
     assert json.loads(user("quickstart --out q --json")[1])["report"] == "q/report.html"
 
 
-def test_importing_the_command_line_is_light():
-    import subprocess
-    import sys
-
-    heavy = "('matplotlib', 'sklearn', 'datasets')"
-    code = "import sys, timm_knapsack.cli.app, timm_knapsack.reports.page; "
-    code += f"print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
-
-
 def test_version(user):
     from timm_knapsack import __version__
 

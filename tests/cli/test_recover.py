@@ -7,6 +7,7 @@ import sys
 import pytest
 import timm
 import torch
+from forks import timm_knapsack
 from safetensors.torch import load_file, save_file
 
 import timm_knapsack as tk
@@ -35,6 +36,15 @@ def work(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def one(work):
+    """What one process writes and says."""
+    words = ["recover", "half", "--data", "images", "--out", "one", "--batch-size", "5", "--device", "cpu", "--json"]
+    done = timm_knapsack(words, work)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return work / "one"
+
+
 def recover(work, out: str, *launcher: str) -> str:
     command = [sys.executable, "-m", *launcher, "timm_knapsack", "recover", "half", "--data", "images", "--out", out]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -44,19 +54,17 @@ def recover(work, out: str, *launcher: str) -> str:
     return done.stderr
 
 
-def test_two_processes_write_what_one_writes(work):
-    recover(work, "one")
+def test_two_processes_write_what_one_writes(work, one):
     lines = recover(work, "two", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
     assert lines.count("recover: 20 images") == 1, "the first process alone speaks"
-    cut, one, two = (load_file(work / name / "model.safetensors") for name in ("half", "one", "two"))
+    cut, one, two = (load_file(folder / "model.safetensors") for folder in (work / "half", one, work / "two"))
     assert one.keys() == two.keys()
     for name, expected in one.items():
         assert torch.allclose(two[name].double(), expected.double(), rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
     assert any(not torch.allclose(cut[name], one[name], rtol=1e-2) for name in one)
 
 
-def test_the_record_says_what_was_lost(work):
-    recover(work, "three")
-    record = RunRecord.load(work / "three")
+def test_the_record_says_what_was_lost(one):
+    record = RunRecord.load(one)
     assert record.pruning["loss"]["recovered"] and record.pruning["loss"]["images"] == 20
-    assert "recovered with 20 images" in (work / "three" / "README.md").read_text()
+    assert "recovered with 20 images" in (one / "README.md").read_text()

@@ -35,8 +35,9 @@ ONNX = pytest.mark.skipif(find_spec("onnxruntime") is None, reason="onnxruntime 
 def pruned(tmp_path_factory):
     """A small pruned network, and the folder where it is saved."""
     torch.manual_seed(0)
-    model = timm.create_model("cifar_resnet20").eval()
-    result = tk.prune(model, budget=tk.Budget(macs=0.3), criterion="magnitude")
+    widths = {"channels": (16, 32, 64)}
+    model = timm.create_model("cifar_resnet8x2", **widths).eval()
+    result = tk.prune(model, budget=tk.Budget(macs=0.3), criterion="magnitude", base_args=widths)
     return result.model.eval(), tk.save_pretrained(result, tmp_path_factory.mktemp("export") / "net", verify=False)
 
 

@@ -175,7 +175,7 @@ def test_refusals(result, tmp_path):
         tk.save_pretrained(result, tmp_path / "thesis" / "chapter1.tex")
     unknown = copy.deepcopy(result.model)
     unknown.channel_config = tk.ChannelConfig("MyNet", {})
-    with pytest.raises(HubError, match=r"timm has no model 'MyNet'.*register_model"):
+    with pytest.raises(HubError, match=r"timm has no model 'MyNet'.*builder='package.module:function'.*register_model"):
         tk.save_pretrained(unknown, tmp_path / "net")
     with pytest.raises(HubError, match="the fields are dataset"):
         tk.save_pretrained(result, tmp_path / "net", evaluation={"accuracy": 1})
@@ -245,7 +245,7 @@ def test_a_process_that_dies_leaves_a_whole_folder(result, tmp_path, moment, mon
             "weights": (safetensors.torch, "save_file", half),
             "config": (json, "dumps", die),
             "card": (hub, "model_card", die),
-            "verify": (hub, "_verify", die),
+            "verify": (hub, "verify_saved", die),
             "swap": (atomic, "_exchange", die),
             "swapped": (atomic, "_exchange", exchange_and_die),
         }

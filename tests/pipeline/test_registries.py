@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import timm
 import torch
 import toys
 import yaml
+from forks import timm_knapsack
 
 import timm_knapsack as tk
 from timm_knapsack.cli import app
@@ -109,14 +108,14 @@ def test_a_recipe(registered):
 
 def test_a_plugin_of_the_command_line(tmp_path):
     """In a process of its own, as a user runs it: nothing but ``--plugin`` registers the toys."""
-    command = [sys.executable, "-m", "timm_knapsack", "prune", "cifar_resnet20", "--no-pretrained", "--out", "slim"]
+    command = ["prune", "cifar_resnet20", "--no-pretrained", "--out", "slim"]
     command += ["--criterion", "last_first", "--budget", "energy=0.5", "--json", "--device", "cpu"]
-    plain = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    plain = timm_knapsack(command, tmp_path)
     assert plain.returncode == 2 and "cost 'energy' is not known" in plain.stderr
-    done = subprocess.run([*command, "--plugin", str(TOYS)], cwd=tmp_path, capture_output=True, text=True)
+    done = timm_knapsack([*command, "--plugin", str(TOYS)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["costs"][-1]["label"] == "battery"
-    lost = subprocess.run([*command, "--plugin=nowhere.py"], cwd=tmp_path, capture_output=True, text=True)
+    lost = timm_knapsack([*command, "--plugin=nowhere.py"], tmp_path)
     assert lost.returncode == 2 and "--plugin nowhere.py can't be imported" in lost.stderr
 
 

@@ -1,12 +1,10 @@
 """refine: closer to the teacher on new images, never farther on those that decide, on any number of processes."""
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from forks import in_two_processes
 from mixed_net import mixed, mixed_groups
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -141,14 +139,7 @@ def refine_on_this_process(folder):
 
 def test_two_processes_end_with_the_same_weights(tmp_path):
     """Their batches are other ones than a single process draws, so the two are equal to each other, not to one."""
-    program = f"import test_refinement as t; t.refine_on_this_process({str(tmp_path)!r})"
-    script = tmp_path / "run.py"
-    script.write_text(program)
-    folder = os.path.dirname(os.path.abspath(__file__))
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([folder, environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=300)
+    in_two_processes(refine_on_this_process, tmp_path)
     first, second = load_file(tmp_path / "0"), load_file(tmp_path / "1")
     start, alone = pair()[0].state_dict(), refined()[1]
     assert all(torch.equal(first[name], second[name]) for name in first)

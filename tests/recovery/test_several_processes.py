@@ -1,12 +1,10 @@
 """recover on two processes gives the weights of one; and what few, constant or half-precision images do to it."""
 
-import os
-import subprocess
-import sys
 
 import pytest
 import timm
 import torch
+from forks import in_two_processes
 from mixed_net import mixed, mixed_groups
 from nets import NETS
 from safetensors.torch import load_file, save_file
@@ -66,10 +64,7 @@ def recover_on_this_process(folder):
 
 
 def test_two_processes_give_the_weights_of_one(tmp_path):
-    command = [sys.executable, os.path.abspath(__file__), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes(recover_on_this_process, tmp_path)
     for case, (kind, *_) in CASES.items():
         one = recovered(case)
         first, second = (load_file(tmp_path / f"{case} {rank}") for rank in range(2))
@@ -170,10 +165,3 @@ def test_without_rounds_a_layer_is_the_ridge_regression_on_the_students_features
     expected = torch.linalg.lstsq(design, wanted).solution
     torch.testing.assert_close(slim[2].weight.flatten(1).T.double(), expected[:-1], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(slim[2].bias.double(), expected[-1], rtol=1e-3, atol=1e-4)
-
-
-if __name__ == "__main__":
-    from accelerate import debug_launcher
-
-    torch.set_num_threads(1)
-    debug_launcher(recover_on_this_process, sys.argv[1:], num_processes=2)

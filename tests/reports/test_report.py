@@ -263,6 +263,8 @@ def test_the_certificate_is_in_words():
     # values of curves are powers of losses: what the bound leaves open is told as a loss
     curves = {"value": -0.3, "total_value": 0.0, "predicted_loss": 0.2, "upper_bound": -0.3, "loss_gap": 0.0}
     assert "loses 0.2. No other choice at this cost would lose less" in _cost_note(curves)
+    measured = {**curves, "loss": {"kind": "KL divergence", "measured": 0.25}}
+    assert "loses 0.2 (KL divergence from the original's outputs; measured: 0.25). No other" in _cost_note(measured)
     open_gap = {**curves, "upper_bound": -0.2, "loss_gap": 0.1}
     assert "can do better than 0.1: the solver has proved it" in _cost_note(open_gap)
 

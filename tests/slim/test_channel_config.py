@@ -71,6 +71,18 @@ def test_any_config_survives_json_pickle_and_copy(widths, attributes, name):
         assert same == config and same.to_json() == config.to_json()
 
 
+def test_features_and_builder_survive_and_older_readers_are_told():
+    """Version 3 is written only where an older reader would build the wrong thing."""
+    features = {"class": "FeatureListNet", "out_indices": (1, 2)}
+    kept = {"a.weight": {0: (0, 3)}}
+    config = ChannelConfig("Net", {"a.weight": {0: 2}}, kept=kept, features=features, builder="a.b:c")
+    for same in (ChannelConfig.from_json(config.to_json()), pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert same == config and same.features == features and same.builder == "a.b:c"
+    assert config.to_dict()["version"] == 3
+    assert ChannelConfig("Net", config.widths, kept=config.kept).to_dict()["version"] == 2
+    assert ChannelConfig("Net", config.widths).to_dict()["version"] == 1
+
+
 def test_a_config_can_not_be_changed():
     config = ChannelConfig.from_dict(GOOD)
     with pytest.raises(AttributeError):

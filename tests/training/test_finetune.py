@@ -4,13 +4,13 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from forks import in_two_processes
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -394,14 +394,6 @@ def test_quiet_without_a_terminal(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_import_is_light():
-    code = (
-        "import sys, timm_knapsack; timm_knapsack.FinetuneConfig; timm_knapsack.DistillationConfig; "
-        "print([m for m in ('accelerate', 'datasets', 'rich', 'matplotlib') if m in sys.modules])"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
-
-
 # ---- one process = two processes, over gloo ----
 
 
@@ -465,11 +457,8 @@ def worker(folder):
 
 
 def launch_two(folder):
-    """In a process of its own, which forks: ``debug_launcher`` does start two, ``accelerate launch --cpu`` does not."""
-    environment = dict(os.environ)
-    command = [sys.executable, __file__, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    """``debug_launcher`` does start two, ``accelerate launch --cpu`` does not."""
+    in_two_processes(worker, folder)
     return json.loads((folder / "outcome.json").read_text())
 
 
@@ -485,9 +474,3 @@ def test_one_process_equals_two(tmp_path):
     for outcome in (one, two):
         assert outcome["stopped"] == [True, 2, 0, 1]  # all updates of the epoch, but only the start's evaluation
         assert outcome["resumed"]
-
-
-if __name__ == "__main__":
-    from accelerate import debug_launcher
-
-    debug_launcher(worker, sys.argv[1:], num_processes=2)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import in_two_processes
 from test_finetune import PLAIN, batches, network
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -173,15 +174,8 @@ def different_lengths(folder):
 
 
 def test_processes_with_loaders_of_different_length_are_told_before_the_first_step(tmp_path):
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes(different_lengths, tmp_path)
     words = ["process 0 has 4 batches, process 1 has 2 batches;", "process 1 has 0 batches;", "2 processes trained"]
     for case, expected in enumerate(words):
         for process in (0, 1):
             assert expected in (tmp_path / f"{case}.{process}").read_text()
-
-
-if __name__ == "__main__":
-    from accelerate import debug_launcher
-
-    debug_launcher(different_lengths, (sys.argv[1],), num_processes=2)

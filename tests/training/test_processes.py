@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forks import in_two_processes
 from test_finetune import data, network
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -64,8 +65,7 @@ def worker(folder):
 def test_two_processes_against_one(tmp_path):
     from accelerate import Accelerator
 
-    done = subprocess.run([sys.executable, __file__, "two", str(tmp_path)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes(worker, tmp_path)
     two = json.loads((tmp_path / "outcome.json").read_text())
     one = all_outcomes(Accelerator(cpu=True))
     for name, found in two.items():
@@ -137,7 +137,7 @@ def test_a_process_that_dies_ends_the_other_with_a_message(tmp_path):
         port = free.getsockname()[1]
     common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common |= {"ACCELERATE_USE_CPU": "true", "LOCAL_WORLD_SIZE": "2"}
-    command = [sys.executable, __file__, "mortal", str(tmp_path / "run")]
+    command = [sys.executable, __file__, str(tmp_path / "run")]
     both = [
         subprocess.Popen(command, env={**common, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True)
         for rank in "01"
@@ -155,11 +155,4 @@ def test_a_process_that_dies_ends_the_other_with_a_message(tmp_path):
 
 
 if __name__ == "__main__":
-    import timm_knapsack  # noqa: F401
-
-    if sys.argv[1] == "two":
-        from accelerate import debug_launcher
-
-        debug_launcher(worker, sys.argv[2:], num_processes=2)
-    else:
-        mortal(sys.argv[2])
+    mortal(sys.argv[1])

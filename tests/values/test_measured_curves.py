@@ -1,13 +1,11 @@
 """value_curves against slice_model and a refit written anew; every kind of network; one process = two."""
 
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import timm
 import torch
+from forks import in_two_processes
 from mixed_net import mixed, mixed_groups
 from nets import NETS
 from torch import nn
@@ -360,10 +358,7 @@ def measure_on_this_process(folder):
 
 
 def test_two_processes_give_the_curves_of_one(tmp_path):
-    command = [sys.executable, os.path.abspath(__file__), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes(measure_on_this_process, tmp_path)
     for kind in ("mixed", "vit"):
         model, groups, size = network(kind)
         for case, (count, batch) in CASES.items():
@@ -375,10 +370,3 @@ def test_two_processes_give_the_curves_of_one(tmp_path):
                     assert two[name].order.tolist() == curve.order.tolist()
                     np.testing.assert_allclose(two[name].error, curve.error, rtol=1e-5, atol=1e-9)
                     np.testing.assert_allclose(two[name].loss, curve.loss, rtol=1e-3, atol=1e-7)
-
-
-if __name__ == "__main__":
-    from accelerate import debug_launcher
-
-    torch.set_num_threads(1)
-    debug_launcher(measure_on_this_process, sys.argv[1:], num_processes=2)

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import timm
 import torch
+from forks import in_two_processes
 from mixed_net import CLASSES, Mixed, batches_of, mixed, mixed_groups
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -361,11 +360,7 @@ def score_on_this_process(folder):
 
 
 def test_two_processes_give_the_scores_of_one(tmp_path):
-    # In a process of its own, which forks: two over gloo, as `accelerate launch --cpu` would not give.
-    command = [sys.executable, os.path.abspath(__file__), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes(score_on_this_process, tmp_path)
     model, batches = mixed(), batches_of(30, 8)
     groups = mixed_groups(model)
     one = {
@@ -429,10 +424,3 @@ def test_a_loss_that_is_not_finite_is_said():
         tk.taylor_scores(
             model, mixed_groups(model), batches_of(4), loss_fn=lambda model, batch: model(batch[0]).sum() * float("nan")
         )
-
-
-if __name__ == "__main__":
-    from accelerate import debug_launcher
-
-    torch.set_num_threads(1)
-    debug_launcher(score_on_this_process, sys.argv[1:], num_processes=2)

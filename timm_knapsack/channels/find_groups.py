@@ -7,6 +7,7 @@ from ..errors import TraceError, first_line
 from ..slim.channel_groups import ChannelGroups
 from ..slim.copying import copy_with, named_tensors, on_meta
 from ..slim.example_inputs import example_dtype, example_input, inputs_like
+from ..slim.wrappers import bare
 from .grouping import groups_of
 from .tracing import Trace, run_trace
 from .verification import WAYS, verified
@@ -16,11 +17,12 @@ def find_channel_groups(model: nn.Module, example_inputs=None, *, verify: str | 
     """Find which channels of a model must be removed together, and which can't be removed.
 
     The model itself is not touched and not run: a copy runs on the meta device, and one with random weights on the CPU.
-    Forward hooks are copied with it, and called.
+    Forward hooks are copied with it, and called. Wrappers (DataParallel, torch.compile …) are taken off: the groups are
+    those of the network inside.
 
     Args:
         example_inputs: a tensor (or tuple of them) the model can be called with; by default one image of the size in
-            the model's timm config. Only shapes matter.
+            the model's timm config. Only shapes matter, and of a batch of images only the first one's.
         verify: how every group is tried; one that fails is frozen, with the reason.
             "shapes" removes units on the meta device: shapes, ties and MACs must fit.
             "values" also runs copies with random weights, with units removed and with zeros in their place: the
@@ -38,6 +40,7 @@ def find_channel_groups(model: nn.Module, example_inputs=None, *, verify: str | 
         >>> groups.verified
         'values'
     """
+    model = bare(model)
     way = {True: "auto", False: "none"}.get(verify, verify)
     if way not in WAYS:
         raise TraceError(f"verify must be one of {', '.join(map(repr, WAYS))}, got {verify!r}")
@@ -48,7 +51,7 @@ def find_channel_groups(model: nn.Module, example_inputs=None, *, verify: str | 
         )
     if example_inputs is None:
         example_inputs = torch.empty(example_input(model), device="meta", dtype=example_dtype(model))
-    shadow, inputs, trace = _shadow(model, example_inputs)
+    shadow, inputs, trace = _shadow(model, _one_image(example_inputs))
     try:
         groups = groups_of(model, shadow, trace, inputs)
         return groups if way == "none" else verified(groups, model, shadow, inputs, trace, way)
@@ -56,6 +59,13 @@ def find_channel_groups(model: nn.Module, example_inputs=None, *, verify: str | 
         raise
     except Exception as error:
         raise TraceError(f"the channels of {type(model).__name__} can't be grouped: {first_line(error)}") from error
+
+
+def _one_image(example_inputs):
+    """MACs are those of one image, whatever batch was given."""
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(_one_image(x) for x in example_inputs)
+    return example_inputs[:1] if isinstance(example_inputs, Tensor) and example_inputs.dim() == 4 else example_inputs
 
 
 def _shadow(model: nn.Module, example_inputs) -> tuple[nn.Module, tuple, Trace]:

@@ -80,7 +80,7 @@ def model_card(folder: str | os.PathLike, repo_id: str | None = None, name: str 
         return _render(
             title=repo_id.rpartition("/")[2] if repo_id else _local_title(channels.base, made["costs"], name),
             config=channels,
-            usage=_usage(source, weights=True, classes=config["num_classes"]),
+            usage=_usage(source, True, config["num_classes"], channels),
             pretrained_cfg=config["pretrained_cfg"],
             made=made,
             picture=PICTURE if (folder / PICTURE).exists() else None,
@@ -112,15 +112,22 @@ def named_model_card(name: str):
     return _render(
         title=name,
         config=config,
-        usage=_usage(name, weights, cfg.num_classes),
+        usage=_usage(name, weights, cfg.num_classes, config),
         pretrained_cfg=cfg.to_dict(),
         made=made,
         picture=None,
     )
 
 
-def counted_costs(config: ChannelConfig, model=None) -> list[dict[str, Any]]:
-    """The costs that every report shows, of the base and of the pruned network, counted on the meta device."""
+def counted_costs(config: ChannelConfig, model=None, base: nn.Module | None = None) -> list[dict[str, Any]]:
+    """The costs that every report shows, of the base and of the pruned network, counted on the meta device.
+
+    A base that is not timm's says no input size: of its costs parameters alone are counted.
+    """
+    if base is not None:
+        kind = COSTS["params"]
+        line = {"original": kind.count(base, None), "counted": kind.count(model, None)}
+        return [{"name": "params", "label": kind.label, "unit": kind.unit, **line}]
     base = base_on_meta(config, {**config.base_args, **(model_args_of(model) if model is not None else {})})
     slim = resized(base, config) if model is None else model
     return [
@@ -148,17 +155,17 @@ def _render(title, config, usage, pretrained_cfg, made, picture):
         model_name=in_one_line(title) if evaluations else None,
         eval_results=[r for e in evaluations for r in _eval_results(e)] or None,
     )
-    layers = layer_widths(config)
+    layers = [tuple(layer) for layer in made.get("layers", ())] or layer_widths(config)
     thinner = sum(kept < original for _, original, kept in layers)
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
         title=text(title),
-        cure=_cure(),
+        cure=_cure(config),
         summary=_summary(config, made["costs"], base_model, evaluations),
         usage=usage,
         cost_table=_cost_table(made["costs"]),
-        input_size=" × ".join(str(n) for n in pretrained_cfg.get("input_size", ())) or "the default size",
+        input_size=" × ".join(map(str, made.get("input_size") or pretrained_cfg.get("input_size", ()))) or "its size",
         asked=any(c.get("asked") is not None for c in made["costs"]),
         accuracy_table=_accuracy_table(evaluations),
         picture=picture,
@@ -168,7 +175,17 @@ def _render(title, config, usage, pretrained_cfg, made, picture):
     )
 
 
-def _usage(source: str, weights: bool, classes: int) -> str:
+def _usage(source: str, weights: bool, classes: int, config: ChannelConfig) -> str:
+    if config.builder is not None:
+        folder = source.removeprefix("local-dir:")
+        return "\n".join(
+            [
+                "import timm_knapsack as tk",
+                "",
+                f"# this imports and calls {config.builder}: do it only where you trust that code",
+                f"model = tk.load_pretrained({python_text(folder)}, builder={python_text(config.builder)})",
+            ]
+        )
     pretrained = ", pretrained=True" if weights else ""
     lines = [
         "import timm_knapsack  # first: it makes timm know the pruned architectures",
@@ -183,14 +200,20 @@ def _usage(source: str, weights: bool, classes: int) -> str:
     ]
     if classes:
         lines.append(f"print(output.softmax(dim=1).topk({min(5, classes)}))")
+    elif config.features:
+        dicts = config.features["class"] == "FeatureDictNet"
+        lines.append(f"print([tuple(x.shape) for x in {'output.values()' if dicts else 'output'}])  # maps of features")
     else:
         lines.append("print(output.shape)  # the pooled features")
     return "\n".join(lines)
 
 
-def _cure() -> str:
+def _cure(config: ChannelConfig) -> str:
     """The first line: what to do where timm says ``Unknown model``."""
     install = install_command()
+    if config.builder is not None:
+        first = f"`{install}` first. " if install else ""
+        return f"{first}Not a timm model: to load it takes timm-knapsack and the code of {code(config.builder)}."
     first = f"`{install}`, then" if install else f"It needs the package timm-knapsack {__version__}:"
     return f"{first} `import timm_knapsack` before `timm.create_model`. Without it timm answers `Unknown model`."
 
@@ -198,7 +221,9 @@ def _cure() -> str:
 def _summary(config: ChannelConfig, costs, base_model: str | None, evaluations: Sequence[Evaluation]) -> str:
     parts = [f"{1 - c['counted'] / c['original']:.1%} fewer {text(c['unit'])}" for c in costs if _title(c) == c["unit"]]
     origin = f", from the weights of {repository(base_model)}" if base_model else ""
-    lines = [f"{code(config.base)} with {' and '.join(parts)}{origin}. An ordinary timm model."]
+    kind = "An ordinary timm model." if config.builder is None else "An ordinary PyTorch module."
+    kind = "An ordinary timm model that gives maps of features." if config.features else kind
+    lines = [f"{code(config.base)} with {' and '.join(parts)}{origin}. {kind}"]
     for e in evaluations:
         before = "" if e.original_top1 is None else f", {e.top1 - e.original_top1:+.2f} against the unpruned network"
         lines.append(f"Top-1 on {text(e.dataset)}: {e.top1:.2f} %{before}.")
@@ -276,8 +301,11 @@ def _history(config: ChannelConfig, made: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def layer_widths(config: ChannelConfig) -> list[tuple[str, int, int]]:
+def layer_widths(config: ChannelConfig, base: nn.Module | None = None) -> list[tuple[str, int, int]]:
     """``(layer, original outputs, kept outputs)`` of every conv and linear of the base, in its order.
+
+    Args:
+        base: where it is not timm's.
 
     Example:
         >>> config = ChannelConfig("resnet18", {"layer1.0.conv1.weight": {0: 9}})
@@ -285,7 +313,7 @@ def layer_widths(config: ChannelConfig) -> list[tuple[str, int, int]]:
         [('conv1', 64, 64), ('layer1.0.conv1', 64, 9)]
     """
     layers = []
-    for name, module in base_on_meta(config).named_modules():
+    for name, module in (base_on_meta(config) if base is None else base).named_modules():
         if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
             out = 1 if getattr(module, "transposed", False) else 0
             size = module.weight.shape[out]

@@ -9,30 +9,31 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import timm
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointError, HubError, KnapsackError
 from ..files.atomic import replacing_file, replacing_folder, write_text
 from ..files.plain_json import plain, write_json
 from ..files.versions import versions
+from ..models.builders import Builder, build_base, builder_name
 from ..models.foreign_config import check_base
 from ..models.pruned_models import GENERIC
 from ..models.rebuild import base_on_meta, mismatches, model_args_of, resized
 from ..slim.channel_config import ChannelConfig
-from ..slim.copying import copy_with
-from ..slim.example_inputs import example_input
+from ..slim.cutting import resize_model
 from ..slim.tensor_files import separate, write_tensors
-from .model_card import PICTURE, Evaluation, counted_costs, evaluations_to_json, model_card
+from .model_card import PICTURE, Evaluation, counted_costs, evaluations_to_json, layer_widths, model_card
 from .publication import Publication, publish
+from .verification import example_for, verify_saved
 
 WEIGHTS, CONFIG, CHANNELS, CARD = "model.safetensors", "config.json", "channels.json", "README.md"
 FILES = (WEIGHTS, CONFIG, CHANNELS, CARD, PICTURE)
+
+_INSIDE = ("_orig_mod", "module", "timm_model")  # torch.compile, DataParallel and ModelEma, transformers' TimmWrapper
 
 # Fields of the base's pretrained config that speak of the base's weights, not of these.
 _OF_THE_BASE = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "tag")
@@ -50,6 +51,8 @@ def save_pretrained(
     license: str | None = None,
     notes: Sequence[str] = (),
     picture: str | os.PathLike | Callable[[Path], Any] | None = None,
+    builder: Builder | None = None,
+    example_inputs: Any = None,
     verify: bool = True,
 ) -> Path:
     """Write a pruned model as a folder for ``timm.create_model("local-dir:<folder>", pretrained=True)``.
@@ -60,7 +63,7 @@ def save_pretrained(
 
     Args:
         result_or_model: a `PruneResult`, or a pruned model: fine-tuned, deep-copied, compiled or wrapped for training,
-            it still knows its channel config.
+            it still knows its channel config. Of a wrapper the network inside is saved.
         report: the `PruneReport` to take asked and counted costs from, where a model is given; without it MACs and
             parameters are counted.
         evaluation: accuracies that were measured, for the card.
@@ -71,6 +74,9 @@ def save_pretrained(
         license: of the weights; by default the base's.
         notes: lines for the card's "How it was made".
         picture: the kept-channels picture, or a function that draws it into a given path.
+        builder: of a network that is not timm's: the function that makes the unpruned one, or its name,
+            ``"package.module:function"``; `load_pretrained` wants it named again.
+        example_inputs: what the network can be called with, for ``verify``; by default an image of its own size.
         verify: load what was written and compare outputs on one image.
 
     Example:
@@ -80,6 +86,8 @@ def save_pretrained(
         >>> smaller = timm.create_model("local-dir:net-half", pretrained=True)
     """
     model, config, report = _unpack(result_or_model, report)
+    if builder is not None:
+        config = replace(config, builder=builder_name(builder))
     folder = Path(folder).resolve()
     _check_target(folder)
     state = model.state_dict()
@@ -87,11 +95,13 @@ def save_pretrained(
         if tensor.is_meta:
             raise HubError(f"{name} is on the meta device: this model has no weights to save")
     state = separate(state)
-    args = _check_rebuilds(model, config, state)
+    base, args = _check_rebuilds(model, config, state, builder)
     single = isinstance(evaluation, (Evaluation, Mapping))
     made = {
         "base_model": _base_weights(model) if base_model is True else base_model,
-        "costs": _costs(report) or counted_costs(config, model),
+        "costs": _costs(report) or counted_costs(config, model, base),
+        "layers": layer_widths(config, base) if base is not None else [],
+        "input_size": list(report.input_size) if base is not None and report is not None else [],
         "pruning": _pruning(report),
         "evaluation": evaluations_to_json([evaluation] if single else evaluation),
         "datasets": list(datasets),
@@ -105,7 +115,7 @@ def save_pretrained(
             _write_files(new, state, _config_json(model, config, args, made), config, picture)
             write_text(new / CARD, str(model_card(new, name=folder.name)))
             if verify:
-                _verify(model, state, new)
+                verify_saved(model, state, new, builder or config.builder, example_for(model, report, example_inputs))
     except OSError as error:
         raise HubError(f"can't write {folder}: {error.strerror or error}; what stood there before is whole") from error
     return folder
@@ -188,8 +198,8 @@ def _unpack(result_or_model: Any, report: Any) -> tuple[nn.Module, ChannelConfig
         report = report or getattr(result_or_model, "report", None)
     else:
         raise HubError(f"expected a PruneResult or a pruned model, got {type(result_or_model).__name__}")
-    while "channel_config" not in vars(model):  # torch.compile, DistributedDataParallel, ModelEma …
-        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+    while "channel_config" not in vars(model):
+        inner = next((model._modules[name] for name in _INSIDE if name in model._modules), None)
         if not isinstance(inner, nn.Module):
             raise HubError(
                 f"this {type(model).__name__} was not pruned by timm_knapsack: it has no channel_config. An ordinary "
@@ -202,14 +212,25 @@ def _unpack(result_or_model: Any, report: Any) -> tuple[nn.Module, ChannelConfig
     return model, config, report
 
 
-def _check_rebuilds(model: nn.Module, config: ChannelConfig, state: Mapping[str, Tensor]) -> dict[str, int]:
+def _check_rebuilds(
+    model: nn.Module, config: ChannelConfig, state: Mapping[str, Tensor], builder: Builder | None
+) -> tuple[nn.Module | None, dict[str, int]]:
     """The base model, resized by the config, must have exactly this model's shapes."""
+    if config.builder is not None:
+        base = build_base(builder or config.builder, config)
+        wrong = mismatches(state, resize_model(base, config))
+        if wrong:
+            raise CheckpointError(
+                f"what {config.builder} builds, cut by this model's channel config, is not this model: "
+                f"{'; '.join(wrong[:3])}. Arguments that it was called with belong into prune(…, base_args={{…}})"
+            )
+        return base, {}
     try:
         check_base(config.base)
     except KnapsackError as error:
         raise HubError(
-            f"{error} The base must be a model that timm.create_model knows: register yours with "
-            "timm.models.register_model"
+            f"{error}. Say how the unpruned network is made: save_pretrained(…, builder='package.module:function'); "
+            "or register it with timm.models.register_model before it is pruned"
         ) from None
     args = model_args_of(model)
     rebuilt = resized(base_on_meta(config, {**config.base_args, **args}), config)
@@ -219,7 +240,7 @@ def _check_rebuilds(model: nn.Module, config: ChannelConfig, state: Mapping[str,
             f"{config.base} and this model's channel config do not give this model: {'; '.join(wrong[:3])}. If the "
             "base was created with arguments such as depth, say so: prune(…, base_args={'depth': 8})"
         )
-    return args
+    return None, args
 
 
 def _config_json(model: nn.Module, config: ChannelConfig, args: Mapping[str, int], made: dict) -> dict[str, Any]:
@@ -232,7 +253,7 @@ def _config_json(model: nn.Module, config: ChannelConfig, args: Mapping[str, int
     for key in ("test_input_size", "min_input_size"):
         if cfg.get(key):
             cfg[key] = [size[0], *cfg[key][1:]]
-    classes = args.get("num_classes", cfg.get("num_classes", 1000))
+    classes = 0 if config.features or config.builder else args.get("num_classes", cfg.get("num_classes", 1000))
     return {
         "architecture": GENERIC,
         "num_classes": classes,
@@ -252,63 +273,6 @@ def _write_files(new: Path, state, config_json: dict, config: ChannelConfig, pic
     elif picture is not None:
         with replacing_file(new / PICTURE) as file:
             shutil.copyfile(picture, file)
-
-
-# ---- is it what was saved? --------------------------------------------------------------------------------------
-
-
-def _verify(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # a run in progress must not notice
-        loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-        for name, tensor in loaded.state_dict().items():
-            if not torch.equal(tensor, state[name].to(tensor.dtype)):
-                raise CheckpointError(f"{name} is not the same after loading; please report this")
-
-        def on_cpu(_, tensor):
-            tensor = tensor.detach().to("cpu")
-            return tensor.float().contiguous() if tensor.is_floating_point() else tensor
-
-        try:
-            image = torch.randn(example_input(model))
-            reference = copy_with(model, on_cpu).eval()
-            with torch.no_grad():
-                expected = reference(image)
-        except (RuntimeError, NotImplementedError, ValueError):  # it does not run on an image of its default size
-            return
-        with torch.no_grad():
-            output = copy_with(loaded, on_cpu).eval()(image)
-    if not _close(output, expected):
-        raise CheckpointError(
-            f"rebuilt from timm's {model.channel_config.base}, this model gives other outputs: "
-            f"{_difference(model, loaded)}. Arguments of create_model belong into prune(…, base_args=…); a model that "
-            "was changed by hand must be registered in timm under a name of its own before it is pruned"
-        )
-
-
-def _close(a: Any, b: Any) -> bool:
-    pairs = [(x, y) for x, y in zip(tree_leaves(a), tree_leaves(b), strict=False) if isinstance(x, Tensor)]
-    return all(
-        x.shape == y.shape
-        and torch.allclose(x, y, rtol=1e-3, atol=1e-3 * max(1.0, float(y.abs().max())), equal_nan=True)
-        for x, y in pairs
-    )
-
-
-def _difference(model: nn.Module, loaded: nn.Module) -> str:
-    """The first layer that describes itself otherwise: ``layer2.0.conv1 is Conv2d(…, stride=(2, 2)) …``."""
-    others = dict(loaded.named_modules())
-    for name, module in model.named_modules():
-        other = others.get(name)
-        if other is None:
-            return f"there is no {name}"
-        here, there = (f"{type(m).__name__}({m.extra_repr()})" for m in (module, other))
-        if here != there and "drop" not in type(module).__name__.lower() and "drop" not in type(other).__name__.lower():
-            return f"{name} is {here} here and {there} there"
-        for key, value in vars(module).items():
-            if isinstance(value, (str, int, tuple)) and key != "training" and not key.startswith("_"):
-                if vars(other).get(key) != value and "checkpoint" not in key:
-                    return f"{name or 'the model'}.{key} is {value!r} here and {vars(other).get(key)!r} there"
-    return "its code or its buffers differ"
 
 
 # ---- the folder -------------------------------------------------------------------------------------------------

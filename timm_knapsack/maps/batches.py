@@ -112,7 +112,9 @@ def _kind(batch: Any) -> str:
     return f"a {type(batch).__name__}{inside}"
 
 
-def image_batches(loader: Iterable | None, limit: int | None = None, device: Any = None) -> list[Tensor]:
+def image_batches(
+    loader: Iterable | None, limit: int | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """All images of a loader, batch by batch, at most ``limit`` of them.
 
     Example:
@@ -124,7 +126,7 @@ def image_batches(loader: Iterable | None, limit: int | None = None, device: Any
         raise KnapsackError(f"images={limit!r}: expected a whole number, at least one image is needed")
     batches, count = [], 0
     for batch in loader if loader is not None else ():
-        x = images_of(batch).to(device)
+        x = images_of(batch).to(device=device, dtype=dtype)
         x = x if limit is None else x[: limit - count]
         if not torch.isfinite(x).all():
             raise KnapsackError("images hold values that are not finite (nan or infinite)")
@@ -137,6 +139,18 @@ def image_batches(loader: Iterable | None, limit: int | None = None, device: Any
     if not count:
         raise KnapsackError("the loader gave no images; a few hundred are needed")
     return batches
+
+
+def example_of(model: Any, loader: Iterable | None) -> Tensor | None:
+    """The first image of a loader, for a model that is not timm's and so does not say what it takes; else None.
+
+    Example:
+        >>> example_of(torch.nn.Conv2d(3, 1, 1), [torch.zeros(4, 3, 8, 8)]).shape
+        torch.Size([1, 3, 8, 8])
+    """
+    if loader is None or getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None):
+        return None
+    return next((images_of(batch)[:1] for batch in loader), None)
 
 
 def varied(batches: list[Tensor]) -> list[Tensor]:

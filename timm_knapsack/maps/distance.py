@@ -1,9 +1,11 @@
 """How far a network's outputs are from another's, image by image: no labels needed.
 
-Class logits are compared by the Kullback-Leibler divergence of their softmax, in nats; any other outputs (feature maps,
-dicts of them, pooled features) by their squared distance relative to the reference's own mean square.
+Class logits are compared by the Kullback-Leibler divergence of their softmax, in nats, also where they are the only
+tensor of a dict (``{"logits": …}``); any other outputs (feature maps, dicts of them, pooled features) by their squared
+distance relative to the reference's own mean square.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +20,21 @@ def gives_logits(model: nn.Module, output: Any) -> bool:
         >>> gives_logits(nn.Linear(2, 3), torch.zeros(5, 3)), gives_logits(nn.Conv2d(2, 3, 1), torch.zeros(5, 3, 4, 4))
         (True, False)
     """
-    return isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] > 1 and model_classes(model) != 0
+    maps = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
+    output = class_scores(output)
+    if not isinstance(output, Tensor) or len(maps) != 1:  # what else a dict holds must count, too
+        return False
+    return output.dim() == 2 and output.shape[1] > 1 and model_classes(model) != 0
+
+
+def class_scores(output: Any) -> Any:
+    """The logits of an output that is a dict, as transformers' models give it; any other output as it is.
+
+    Example:
+        >>> class_scores({"loss": None, "logits": torch.ones(1, 2)})
+        tensor([[1., 1.]])
+    """
+    return output["logits"] if isinstance(output, Mapping) and "logits" in output else output
 
 
 def model_classes(model: nn.Module) -> int | None:
@@ -34,7 +50,7 @@ def output_distance(reference: Any, output: Any, logits: bool) -> Tensor:
         tensor([0.6931])
     """
     if logits:
-        log_p, log_q = reference.float().log_softmax(1), output.float().log_softmax(1)
+        log_p, log_q = (class_scores(each).float().log_softmax(1) for each in (reference, output))
         return (log_p.exp() * (log_p - log_q)).sum(1).clamp_min(0)
     distance = torch.zeros(())
     pairs = [

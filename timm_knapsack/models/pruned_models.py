@@ -30,8 +30,7 @@ from torch import nn
 
 from ..errors import ChannelConfigError
 from ..slim.channel_config import ChannelConfig
-from .foreign_config import check_base
-from .rebuild import build_pruned, weightless_cfg
+from .rebuild import build_pruned, check_timm_base, weightless_cfg
 
 __all__ = ["register_pruned_model"]  # a list: register_model appends every entrypoint
 
@@ -128,8 +127,8 @@ def pruned_model_config(name: str) -> ChannelConfig:
 
 
 def _register(config: ChannelConfig, weights: Mapping[str, Mapping[str, Any]] | None) -> str:
-    if not is_model(config.base):
-        check_base(config.base)
+    if config.builder is not None or not is_model(config.base):
+        check_timm_base(config)
     config = config.architecture()
     if config.name is None:
         digest = hashlib.sha256(config.to_json().encode()).hexdigest()[:8]

@@ -20,6 +20,7 @@ from timm.models import (
     PretrainedCfg,
     build_model_with_cfg,
     get_pretrained_cfg,
+    load_pretrained,
     model_entrypoint,
     resolve_pretrained_cfg,
 )
@@ -54,7 +55,7 @@ def build_pruned(
         arguments: those of ``timm.create_model`` and of the base model, which win over the config's ``base_args``. They
             may stand in a config.json, as ``model_args``: so they are one mapping, and can't reach a parameter here.
     """
-    check_base(config.base)
+    check_timm_base(config)
     kwargs = {**config.base_args, **(arguments or {})}
     pretrained_cfg, overlay = kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
     cache_dir = kwargs.pop("cache_dir", None)
@@ -71,6 +72,8 @@ def build_pruned(
     if in_chans != 3 and in_chans == cfg.input_size[0]:
         cfg = dataclasses.replace(cfg, first_conv=None)  # the weights have these channels: timm must not adapt them
 
+    if config.features:
+        return _features(config, cfg, pretrained, kwargs, in_chans, cache_dir)
     features_only = kwargs.pop("features_only", False)
     wrapper = _feature_wrapper(config.base, kwargs) if features_only else None
     by_class = features_only and wrapper is None
@@ -177,9 +180,19 @@ def base_on_meta(config: ChannelConfig, kwargs: Mapping[str, Any] | None = None)
         >>> next(base.parameters()).is_meta
         True
     """
-    check_base(config.base)
+    check_timm_base(config)
     kwargs = config.base_args if kwargs is None else kwargs
-    return build_within_limits(config.base, kwargs)
+    return build_within_limits(config.base, {**kwargs, **_feature_args(config)})
+
+
+def check_timm_base(config: ChannelConfig) -> None:
+    """An error if the base is not one of timm's: with near names, or with how to load what another function builds."""
+    if config.builder is not None:
+        raise ChannelConfigError(
+            f"{config.base} is not timm's: it was built by {config.builder}. If you trust that code, load it with "
+            f"timm_knapsack.load_pretrained(folder, builder={config.builder!r})"
+        )
+    check_base(config.base)
 
 
 def model_args_of(model: nn.Module) -> dict[str, int]:
@@ -195,6 +208,39 @@ def model_args_of(model: nn.Module) -> dict[str, int]:
 
 
 # ---- features_only ----------------------------------------------------------------------------------------------
+
+
+def _features(config: ChannelConfig, cfg: PretrainedCfg, pretrained, kwargs, in_chans, cache_dir) -> nn.Module:
+    """A network that was pruned as ``features_only``: it has the maps that it was pruned with, and no others."""
+    own = config.features["out_indices"]
+    wanted = kwargs.pop("out_indices", own)
+    if not kwargs.pop("features_only", True) or tuple(wanted) != own:
+        raise ChannelConfigError(
+            f"this {config.base} was pruned as features_only with out_indices={own}; it has these maps alone"
+        )
+    kwargs = _without(kwargs, {"num_classes", "feature_cls"})
+    slim = resized(base_on_meta(config, kwargs), config)
+    if torch.get_default_device().type != "meta" and str(kwargs.get("device")) != "meta":
+        base = model_entrypoint(config.base)(pretrained=False, **kwargs, **_feature_args(config))
+        slim = _initialised(resized(base, config), base, config)
+    slim.pretrained_cfg = slim.default_cfg = pretrained_cfg_for_features(cfg.to_dict())
+    slim.channel_config = config
+    if pretrained:
+        fit = _filter(config.base, cfg, adapted=in_chans != 3, partial=False)
+        load_pretrained(slim, slim.pretrained_cfg, 0, in_chans, fit, strict=True, cache_dir=cache_dir)
+    return slim
+
+
+def _feature_args(config: ChannelConfig) -> dict[str, Any]:
+    """Arguments of the base's entrypoint that make it the features network which the config speaks of."""
+    if not config.features:
+        return {}
+    kind, args = config.features["class"], {"features_only": True, "out_indices": config.features["out_indices"]}
+    if kind == _feature_kind(config.base):
+        return args
+    if kind not in WRAPPERS:
+        raise ChannelConfigError(f"features['class'] is {kind!r}; timm gives {_feature_kind(config.base)} here")
+    return {**args, "feature_cls": WRAPPERS[kind]}
 
 
 def _feature_wrapper(base: str, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

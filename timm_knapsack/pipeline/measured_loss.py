@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from ..maps.batches import images_of, labels_of
-from ..maps.distance import gives_logits, output_distance
+from ..maps.distance import class_scores, gives_logits, output_distance
 from ..pruning.result import LossLine
+from ..slim.example_inputs import example_dtype
 from ..slim.modes import eval_mode
 
 MOST_IMAGES = 512
@@ -27,7 +28,7 @@ def measure_loss(slim: nn.Module, original: nn.Module, loader: Iterable, *, reco
     labelled = logits = True
     with eval_mode(slim, original), torch.no_grad():
         for batch in loader:
-            x = images_of(batch).to(device)[: MOST_IMAGES - images]
+            x = images_of(batch).to(device, example_dtype(slim))[: MOST_IMAGES - images]
             labels = labels_of(batch)
             before, after = original(x), slim(x)
             logits = gives_logits(original, before)
@@ -35,7 +36,7 @@ def measure_loss(slim: nn.Module, original: nn.Module, loader: Iterable, *, reco
             images += len(x)
             labelled = labelled and labels is not None and logits
             if logits:
-                seen = before.argmax(1), after.argmax(1)
+                seen = class_scores(before).argmax(1), class_scores(after).argmax(1)
                 same += int((seen[0] == seen[1]).sum())
                 if labelled:
                     labels = labels.to(device)[: len(x)]

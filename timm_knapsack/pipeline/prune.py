@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from ..channels.find_groups import find_channel_groups
 from ..errors import BudgetError, KnapsackError
+from ..maps.batches import example_of
 from ..pruning.budget import Budget
 from ..pruning.result import PruneResult
 from ..recovery.closed_form import recover_layers
 from ..recovery.refinement import refine_steps
 from ..slim.channel_groups import ChannelGroups
+from ..slim.wrappers import bare, for_images, in_full_precision, like_precision
 from ..values.curves import ValueCurves
 from ..values.gradient_pass import taylor_scores
 from ..values.group_values import GroupValues
@@ -45,6 +47,9 @@ def prune(
     **scoring,
 ) -> PruneResult:
     """Prune a model to a budget; the model itself is left untouched.
+
+    A wrapper (DataParallel, DistributedDataParallel, torch.compile, transformers' TimmWrapper) is taken off, and the
+    network inside comes back smaller. One in half precision is worked on in float32 and comes back as it was.
 
     What each width of each group would cost the network is measured on the images (`value_curves`); how these losses
     add up in this network is found out by trial; the widths that lose least within the budget are cut out, what is left
@@ -82,8 +87,10 @@ def prune(
             raise KnapsackError(f"{name}=True needs images: prune(model, loader, …)")
     if isinstance(loader, Iterator):
         loader = list(loader)  # an iterator would be used up by the values
+    own = bare(model)
+    model = in_full_precision(own) if loader is None else for_images(own)
     if groups is None:
-        groups = find_channel_groups(model, example_inputs)
+        groups = find_channel_groups(model, example_of(model, loader) if example_inputs is None else example_inputs)
     if scores is None:
         criterion = scoring.pop("criterion", None) or METHODS[method or "curves"]
         scores = value_channels(model, groups, loader, criterion, **scoring)
@@ -96,7 +103,7 @@ def prune(
         model, scores, budget, loader if recover else None, groups=groups, steps=steps, base_args=base_args, **options
     )
     if loader is None:
-        return result
+        return replace(result, model=_as_it_was(result.model, model, own))
     if recover:
         recover_layers(result.model, model, loader, kept=result.kept_channels)
     if refine:
@@ -105,7 +112,12 @@ def prune(
     report = replace(report, loss=measure_loss(result.model, model, loader, recovered=recover))
     if warning := collapse_warning(report.model, report.loss, report.group_losses):
         warnings.warn(warning, stacklevel=2)
-    return replace(result, report=report)
+    return replace(result, report=report, model=_as_it_was(result.model, model, own))
+
+
+def _as_it_was(slim: nn.Module, worked_on: nn.Module, own: nn.Module) -> nn.Module:
+    """Half precision where the model that was given has it."""
+    return slim if worked_on is own else like_precision(slim, own)
 
 
 def _check_scoring(scoring: Mapping[str, Any], scores: Any, method: str | None) -> None:

@@ -14,11 +14,12 @@ from ..channels.verification import differing
 from ..costs.cost import Candidate, Cost
 from ..costs.kinds import COSTS
 from ..errors import BudgetError
-from ..slim.channel_config import ChannelConfig, model_name
+from ..slim.channel_config import ChannelConfig, features_of, model_name
 from ..slim.channel_groups import ChannelGroups
 from ..slim.cutting import channel_config_of, kept_indices, kept_outputs, slice_model
 from ..slim.example_inputs import own_image_size
-from ..slim.kept_channels import composed
+from ..slim.kept_channels import composed, shared_too
+from ..slim.wrappers import bare, inputs_of
 from ..values.group_values import GroupValues, Ladder
 from ..values.scores import Scores
 from .budget import Budget
@@ -59,6 +60,7 @@ def sweep(
     for budget in budgets:
         if not isinstance(budget, Budget):
             raise BudgetError(f"budget must be a Budget, such as Budget(macs=0.5), got {budget!r}")
+    model = bare(model)
     if groups is None:
         groups = find_channel_groups(model)
     values = (scores if isinstance(scores, GroupValues) else Scores(scores)).checked(groups)
@@ -138,7 +140,7 @@ def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits
         options={**limits.options, "budget": dict(budget.asked)}
         | {f"{cost.name} conditions": dict(cost.about) for cost in costs if cost.about},
     )
-    return PruneResult(slim, keep, config, report, kept_outputs(groups, keep))
+    return PruneResult(slim, keep, config, report, shared_too(kept_outputs(groups, keep), slim))
 
 
 def _group_losses(values, groups: ChannelGroups, ladders: Sequence[Ladder], counts: Sequence[int]) -> dict[str, float]:
@@ -183,10 +185,11 @@ def _lines(model, groups, costs: Sequence[Cost], limits: Mapping[str, float], fo
     asked = {cost.name: cost for cost in costs}
     for name in dict.fromkeys([*(name for name, kind in COSTS.items() if kind.always), *asked]):
         kind = COSTS[name]
-        if kind.count is not None:
+        if kind.count is not None and len(inputs_of(model)) <= 1:
             numbers = kind.count(model, size), kind.count(found.slim, size)
-        else:
-            numbers = asked[name].at(groups.sizes), asked[name].at(found.counts)
+        else:  # by a formula: nothing to count, or nothing to count with, where one image is not enough
+            cost = asked.get(name) or kind.cost(model, groups, None)
+            numbers = cost.at(groups.sizes), cost.at(found.counts)
         measured = found.measured.get(name, (None, None))
         yield CostLine(name, kind.label, kind.unit, numbers[0], limits.get(name), numbers[1], *measured)
 
@@ -213,7 +216,8 @@ def _config(model: nn.Module, groups: ChannelGroups, keep, base_args) -> Channel
     """The config from the original base, also when the model had been pruned before."""
     earlier = getattr(model, "channel_config", None)
     if not isinstance(earlier, ChannelConfig):
-        return channel_config_of(groups, keep, model_name(model), {**_seen_args(model), **(base_args or {})})
+        args = {**_seen_args(model), **(base_args or {})}
+        return channel_config_of(groups, keep, model_name(model), args, features_of(model))
     new = channel_config_of(groups, keep, earlier.base, earlier.base_args)
 
     def merged(old, new):
@@ -225,4 +229,6 @@ def _config(model: nn.Module, groups: ChannelGroups, keep, base_args) -> Channel
         merged(earlier.attributes, new.attributes),
         earlier.base_args,
         kept=composed(earlier, new.kept),
+        features=earlier.features,
+        builder=earlier.builder,
     )

@@ -25,8 +25,10 @@ from ..maps.patches import draw_positions, groups_of, outputs, patches
 from ..maps.taps import find_blocks, find_taps, kept_at
 from ..maps.views import random_views
 from ..maps.walk import PROBE_IMAGES, Segment, Walk, find_segments, hooked, watch_execution
+from ..slim.example_inputs import example_dtype
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
+from ..slim.wrappers import for_images, worked_on
 from .finished_layers import FinishedLayers
 from .joint_fit import FittedLayer, JointFit
 from .output_layer import penalty_of_scores
@@ -94,15 +96,17 @@ def recover_layers(
     student, teacher, loader, *, kept=None, ridge=None, images=None, joint=JOINT_STEPS, views=True, accelerator=None
 ) -> list[LayerFit]:
     """As `recover`; returns how each layer fared."""
-    kept = dict(kept if kept is not None else kept_of(student, teacher))
-    _check_pair(student, teacher, kept)
-    check_ridge(ridge)
     if isinstance(joint, bool) or not isinstance(joint, int) or joint < 0:
         raise KnapsackError(f"joint={joint!r}: expected a whole number of steps, 0 for none")
-    batches = varied(image_batches(loader, images, next(student.parameters()).device))
-    if views and sum(map(len, batches)) <= FEW_IMAGES and all(batch.dim() == 4 for batch in batches):
-        batches += [random_views(batch, seed=number, share=1.0) for number, batch in enumerate(batches)]
-    with eval_mode(student, teacher), torch.no_grad():
+    teacher = for_images(teacher)
+    with worked_on(student) as student, eval_mode(student, teacher), torch.no_grad():
+        kept = dict(kept if kept is not None else kept_of(student, teacher))
+        _check_pair(student, teacher, kept)
+        check_ridge(ridge)
+        device, dtype = next(student.parameters()).device, example_dtype(student)
+        batches = varied(image_batches(loader, images, device, dtype))
+        if views and sum(map(len, batches)) <= FEW_IMAGES and all(batch.dim() == 4 for batch in batches):
+            batches += [random_views(batch, seed=number, share=1.0) for number, batch in enumerate(batches)]
         return _Recovery(student, teacher, batches, kept, ridge, joint, accelerator).run()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ..maps.distance import gives_logits
+from ..maps.distance import class_scores, gives_logits
 from ..maps.patches import count_positions, flat_weight, outputs, patches
 from ..maps.taps import Tap
 from ..maps.walk import Execution, Reached, Walk, hooked, standing_in
@@ -90,6 +90,9 @@ class Planner:
             if self.execution.calls[name] != 1:
                 plans.append(Plan(name, f"it runs {self.execution.calls[name]} times in one forward pass"))
                 continue
+            if owner := self._shares_with(name):
+                plans.append(Plan(name, f"its weights are also those of {owner}"))
+                continue
             x, y, copied = seen[name]
             is_output = self._makes_the_scores(copied)
             skipped = self._no_closed_form(name, x, copied, is_output)
@@ -97,6 +100,12 @@ class Planner:
             rectifier = None if skipped or is_output else self._rectifier(name, sum_, gain)
             plans.append(Plan(name, skipped, sum_, gain, rectifier, y._version != versions[name], is_output))
         return _one_to_each_sum(plans, tap, self.walk.modules)
+
+    def _shares_with(self, name: str) -> str:
+        """Another layer with the same weights: a fit of one would undo the other's."""
+        weight = self.walk.modules[name].weight
+        others = (other for other in self.execution.order if other != name)
+        return next((other for other in others if self.walk.modules[other].weight is weight), "")
 
     def _sum_of(self, name: str, y: Tensor, tap: Tap | None) -> tuple[Tap | None, Tensor | None]:
         """The residual sum that a layer ends: the block's, or one inside it that a norm reads; and its gain."""
@@ -116,7 +125,7 @@ class Planner:
         """Is this output of a layer, on the probe, what the network returns?"""
         if not gives_logits(self.walk.model, y):
             return False
-        scores = self.walk.model(self.walk.batches[self.walk.probe])
+        scores = class_scores(self.walk.model(self.walk.batches[self.walk.probe]))
         same = isinstance(scores, Tensor) and scores.shape == y.shape
         return same and torch.allclose(scores, y, rtol=1e-3, atol=1e-4)
 

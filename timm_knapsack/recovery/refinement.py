@@ -22,8 +22,10 @@ from ..maps.batches import image_batches, varied
 from ..maps.distance import gives_logits, output_distance
 from ..maps.taps import Tap, find_blocks, find_taps, kept_at, listen
 from ..maps.views import random_views
+from ..slim.example_inputs import example_dtype
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
+from ..slim.wrappers import for_images, worked_on
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +92,16 @@ def refine_steps(
     student, teacher, loader, *, kept=None, epochs=EPOCHS, images=None, accelerator=None, seed=0
 ) -> Refinement:
     """As `refine`; returns what became of the student."""
+    with worked_on(student) as inner:
+        return _refine(inner, for_images(teacher), loader, kept, epochs, images, accelerator, seed)
+
+
+def _refine(student, teacher, loader, kept, epochs, images, accelerator, seed) -> Refinement:
     if not epochs > 0:
         raise KnapsackError(f"epochs={epochs}: give a number above 0")
     kept = dict(kept if kept is not None else kept_of(student, teacher))
     device = next(student.parameters()).device
-    pixels = torch.cat(varied(image_batches(loader, images, device)))
+    pixels = torch.cat(varied(image_batches(loader, images, device, example_dtype(student))))
     if len(pixels) < LEAST_IMAGES:
         raise KnapsackError(
             f"refine got {len(pixels)} images and needs at least {LEAST_IMAGES}, one of which is held out; "

@@ -20,7 +20,7 @@ from ..files.plain_json import parse_json, read_limited, shortened, to_json
 from .index_ranges import ranges_text, read_ranges
 
 FORMAT = "timm-knapsack/channel-config"
-VERSION = 2  # 2 added ``kept``; a config without it is still written as 1
+VERSION = 3  # 2 added ``kept``, 3 ``features`` and ``builder``; a config without them is still written as 1 or 2
 MAX_BYTES = 4 * 2**20  # the largest timm model's config is below 1 MB
 MAX_SIZE = 2**24  # no dim of a real model is larger; the base model sets the true limit
 MAX_BASE_ARG = 2**16  # image sizes, depths, widths: an untrusted file must not make timm build a huge model
@@ -34,8 +34,9 @@ _NOT_ARCHITECTURE = re.compile(
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_]{1,200}")
 _DOTTED = re.compile(r"[A-Za-z0-9_]{1,120}(\.[A-Za-z0-9_]{1,120}){0,40}")
+_BUILDER = re.compile(r"[A-Za-z_]\w{0,120}(\.[A-Za-z_]\w{0,120}){0,20}:[A-Za-z_]\w{0,120}", re.ASCII)
 _REQUIRED = ("format", "version", "base", "widths")
-_OPTIONAL = ("attributes", "base_args", "name", "kept")
+_OPTIONAL = ("attributes", "base_args", "name", "kept", "features", "builder")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class ChannelConfig:
         name: name to register the pruned architecture under.
         kept: which of the base's output channels are left, where that is known: ``{"layer1.0.conv1.weight": {0: (0, 3,
             4, …)}}``. Rebuilding does not need it; recovery and inner distillation of saved weights do.
+        features: of a network that was pruned as ``features_only``: timm's class for it, and which maps it gives,
+            ``{"class": "FeatureListNet", "out_indices": (1, 2, 3)}``. All names are then those of that class.
+        builder: ``"package.module:function"`` that makes a base which timm does not know. It is a note: whoever loads
+            the network names the function again, and only that one is called.
 
     Example:
         >>> config = ChannelConfig("resnet18", {"layer1.0.conv1.weight": {0: 45}, "layer1.0.conv2.weight": {1: 45}})
@@ -65,6 +70,8 @@ class ChannelConfig:
     base_args: Mapping[str, Any] = field(default_factory=dict)
     name: str | None = None
     kept: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
+    features: Mapping[str, Any] = field(default_factory=dict)
+    builder: str | None = None
 
     def __post_init__(self):
         _check_name(self.base, "base")
@@ -74,6 +81,9 @@ class ChannelConfig:
         object.__setattr__(self, "attributes", _frozen_table(self.attributes, "attributes", _read_attribute))
         object.__setattr__(self, "base_args", _frozen_base_args(self.base_args))
         object.__setattr__(self, "kept", _frozen_kept(self.kept, self.widths))
+        object.__setattr__(self, "features", _frozen_features(self.features))
+        if self.builder is not None:
+            check_builder_name(self.builder)
 
     def __repr__(self):
         name = "" if self.name is None else f", name={self.name!r}"
@@ -84,7 +94,10 @@ class ChannelConfig:
 
     def __reduce__(self):  # mapping proxies don't pickle or deep-copy; plain dicts do
         widths, attributes, kept = (_thawed(table) for table in (self.widths, self.attributes, self.kept))
-        return ChannelConfig, (self.base, widths, attributes, dict(self.base_args), self.name, kept)
+        features = dict(self.features)
+        return ChannelConfig, (
+            self.base, widths, attributes, dict(self.base_args), self.name, kept, features, self.builder,
+        )  # fmt: skip
 
     def renamed(self, name: str) -> "ChannelConfig":
         """The same architecture under another name."""
@@ -98,7 +111,7 @@ class ChannelConfig:
         """Plain sorted dicts, as written to JSON."""
         data = {
             "format": FORMAT,
-            "version": VERSION if self.kept else 1,
+            "version": 3 if self.features or self.builder else 2 if self.kept else 1,
             "base": self.base,
             "widths": {
                 param: {str(dim): size for dim, size in sorted(dims.items())}
@@ -116,6 +129,10 @@ class ChannelConfig:
                 param: {str(dim): ranges_text(index) for dim, index in sorted(dims.items())}
                 for param, dims in sorted(self.kept.items())
             }
+        if self.features:
+            data["features"] = dict(sorted(self.features.items()))
+        if self.builder is not None:
+            data["builder"] = self.builder
         return data
 
     def to_json(self) -> str:
@@ -156,6 +173,8 @@ class ChannelConfig:
             base_args=data.get("base_args", {}),
             name=data.get("name"),
             kept=data.get("kept", {}),
+            features=data.get("features", {}),
+            builder=data.get("builder"),
         )
 
     @classmethod
@@ -186,6 +205,28 @@ def model_name(model: Any) -> str:
     config = getattr(model, "pretrained_cfg", None)
     name = config.get("architecture") if isinstance(config, Mapping) else None
     return name or type(model).__name__
+
+
+def features_of(model: Any) -> dict[str, Any]:
+    """What a config notes of a network that timm made with ``features_only=True``; empty for any other.
+
+    Example:
+        >>> import timm
+        >>> features_of(timm.create_model("resnet10t", features_only=True, out_indices=(1, 2)))
+        {'class': 'FeatureListNet', 'out_indices': (1, 2)}
+        >>> features_of(timm.create_model("resnet10t"))
+        {}
+    """
+    indices = getattr(getattr(model, "feature_info", None), "out_indices", None)
+    if indices is None:
+        return {}
+    return {"class": type(model).__name__, "out_indices": tuple(int(i) for i in indices)}
+
+
+def check_builder_name(name: Any) -> None:
+    """An error if this is not ``"package.module:function"``."""
+    if not isinstance(name, str) or not _BUILDER.fullmatch(name):
+        raise ChannelConfigError(f"builder is {shortened(name)}, expected 'package.module:function'")
 
 
 def _thawed(table):
@@ -257,6 +298,19 @@ def _frozen_kept(kept: Any, widths: Mapping[str, Mapping[int, int]]) -> Mapping[
                 index = _text_of(index, place)
             result[name][dim] = read_ranges(index, place, width)
     return MappingProxyType({name: MappingProxyType(dims) for name, dims in result.items()})
+
+
+def _frozen_features(features: Any) -> Mapping[str, Any]:
+    if not isinstance(features, Mapping) or set(features) not in (set(), {"class", "out_indices"}):
+        raise ChannelConfigError(f"features is {shortened(features)}, expected an object with class and out_indices")
+    if not features:
+        return MappingProxyType({})
+    _check_name(features["class"], "features['class']")
+    indices = features["out_indices"]
+    whole = isinstance(indices, (list, tuple)) and all(type(i) is int and -100 <= i <= 1000 for i in indices)
+    if not whole or not 1 <= len(indices) <= 100:
+        raise ChannelConfigError(f"features['out_indices'] is {shortened(indices)}, expected a few numbers of maps")
+    return MappingProxyType({"class": features["class"], "out_indices": tuple(indices)})
 
 
 def _text_of(index: Any, place: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
+from torch.utils.hooks import RemovableHandle
 
 from .modes import modes_kept
 from .open_widths import open_widths
@@ -50,6 +51,8 @@ def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
                 for tensor in found:
                     if isinstance(tensor, Tensor) and id(tensor) not in memo:
                         memo[id(tensor)] = replace(name, tensor)
+    for handle in _handles(model):
+        memo[id(handle)] = handle  # it removes a hook of the original; of the copy's hooks there is none
     result = _copied(model, memo)
     for module in model.modules():
         for name in _FORWARD_HOOKS:
@@ -90,6 +93,14 @@ _PLAIN = (int, float, str, bool, type(None), type, torch.dtype)
 
 _FORWARD_HOOKS = frozenset(("_forward_hooks", "_forward_pre_hooks"))
 _OTHER_HOOKS = frozenset(("_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"))
+
+
+def _handles(model: nn.Module) -> list[RemovableHandle]:
+    """Handles of hooks that a module, or a helper that it holds (timm's FeatureHooks), keeps: they can't be copied."""
+    values = [value for module in model.modules() for name, value in vars(module).items() if not name.startswith("_")]
+    values += [inner for value in values for inner in getattr(value, "__dict__", {}).values()]
+    found = [each for value in values for each in (value if isinstance(value, (list, tuple)) else (value,))]
+    return [each for each in found if isinstance(each, RemovableHandle)]
 
 
 def _copied_hook(hook: Callable, memo: dict) -> Callable:

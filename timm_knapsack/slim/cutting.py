@@ -12,6 +12,7 @@ from .channel_config import ChannelConfig
 from .channel_groups import ChannelGroups
 from .copying import copy_with, named_tensors
 from .kept_channels import layer_of
+from .wrappers import bare
 
 
 def slice_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tensor]) -> nn.Module:
@@ -28,6 +29,7 @@ def slice_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tens
         >>> slim.layer1[0].conv1.out_channels
         32
     """
+    model = bare(model)
     tensors = _tensors_that_fit(model, groups)
     kept = kept_indices(groups, groups.check_keep(keep))
 
@@ -106,7 +108,9 @@ def _gone(groups: ChannelGroups, keep: Mapping[str, Tensor]) -> dict[tuple[str, 
     return {key: torch.cat(indices) for key, indices in gone.items()}
 
 
-def channel_config_of(groups: ChannelGroups, keep: Mapping[str, Tensor], base: str, base_args=None) -> ChannelConfig:
+def channel_config_of(
+    groups: ChannelGroups, keep: Mapping[str, Tensor], base: str, base_args=None, features=None
+) -> ChannelConfig:
     """What resize_model needs to rebuild ``slice_model(model, groups, keep)`` from the base architecture."""
     keep = groups.check_keep(keep)
     widths = {
@@ -124,6 +128,7 @@ def channel_config_of(groups: ChannelGroups, keep: Mapping[str, Tensor], base: s
         attributes=dict(attributes),
         base_args=base_args or {},
         kept={name: {dim: index.tolist() for dim, index in dims.items()} for name, dims in kept.items()},
+        features=features or {},
     )
 
 

@@ -38,7 +38,8 @@ def own_image_size(model: nn.Module) -> tuple[int, int] | None:
     """
     config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     usual = config.get("input_size") if isinstance(config, Mapping) else getattr(config, "input_size", None)
-    grid = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    inside = model if hasattr(model, "patch_embed") else getattr(model, "model", None)  # timm's FeatureGetterNet
+    grid = getattr(getattr(inside, "patch_embed", None), "img_size", None)
     if usual is None or grid is None or tuple(grid) == tuple(usual[1:]):
         return None
     return tuple(int(n) for n in grid)
@@ -59,10 +60,8 @@ def image_channels(model: nn.Module) -> int | None:
     if not name:
         return None
     name = name if isinstance(name, str) else name[0]
-    try:
-        layer = model.get_submodule(name)
-    except AttributeError:
-        return None
+    modules = dict(model.named_modules())
+    layer = modules.get(name, modules.get(f"model.{name}"))  # inside of timm's FeatureGetterNet
     if not isinstance(layer, nn.Conv2d):
         return None
     folds = [getattr(module, "bs", 1) ** 2 for module in model.modules() if type(module).__name__ == "SpaceToDepth"]

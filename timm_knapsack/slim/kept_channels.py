@@ -71,7 +71,22 @@ def kept_of(student: nn.Module, teacher: nn.Module | None) -> dict[str, Tensor]:
                     )
                 index = [place[channel] for channel in index]
             result[layer_of(name)] = torch.tensor(index)
-    return result
+    return shared_too(result, student)
+
+
+def shared_too(kept: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """What was kept, also under the names of other layers with the same weights: a config names the first of them.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> net[1].weight = net[0].weight
+        >>> list(shared_too({"0": torch.tensor([1])}, net))
+        ['0', '1']
+    """
+    modules = dict(model.named_modules())
+    owners = {id(modules[name].weight): name for name in kept if hasattr(modules.get(name), "weight")}
+    aliases = {name: owners.get(id(getattr(module, "weight", None))) for name, module in modules.items()}
+    return {**kept, **{name: kept[owner] for name, owner in aliases.items() if owner and name not in kept}}
 
 
 def layer_of(parameter: str) -> str:

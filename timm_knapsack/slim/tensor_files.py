@@ -70,9 +70,9 @@ class _Remembering:
 
 
 def _system_error(error: Exception, path: str | os.PathLike) -> Exception:
-    """safetensors tells the system's error in words: ``… No space left on device (os error 28)``."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(number[1]), os.strerror(int(number[1])), str(path)) if number else error
+    """safetensors tells the system's error in words: ``… (os error 28)``, before 0.6 ``… Os { code: 28, …``."""
+    found = re.search(r"(?:\(os error |Os \{ code: )(\d+)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1])), str(path)) if found else error
 
 
 def separate(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ..errors import TrainingError
 from ..maps.batches import images_of
-from ..maps.distance import output_distance
+from ..maps.distance import class_scores, output_distance
 from ..maps.taps import Tap, find_taps, listen, makers_at
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
@@ -209,7 +209,7 @@ class DistillationModule(nn.Module):
 
     def _run(self, model: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         with listen(model, self.taps) as maps:
-            logits = model(images)
+            logits = class_scores(model(images))
         if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
             raise TrainingError(f"{type(model).__name__} must return logits [batch, classes] to be distilled")
         return logits, maps

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from ..errors import DataError, TrainingError
 from ..maps.batches import split_batch
-from ..maps.distance import output_distance
+from ..maps.distance import class_scores, output_distance
+from ..slim.example_inputs import example_dtype
 from ..slim.modes import eval_mode
 
 
@@ -40,19 +41,22 @@ def evaluate(
         loader = accelerator.prepare(loader, device_placement=[False])
     if hasattr(loader, "set_epoch"):  # Accelerate moves on by itself, and each evaluation must see the same images
         loader.set_epoch(0)
-    device = next(model.parameters()).device
+    device, dtype = next(model.parameters()).device, example_dtype(model)
     sums, samples, labelled = [torch.zeros(3, device=device)], 0, True
     with eval_mode(model, *([teacher] if teacher is not None else [])), torch.no_grad():
         for index, batch in enumerate(loader):
             if not sharded and index % accelerator.num_processes != accelerator.process_index:
                 continue
             images, targets = (part.to(device) for part in split_batch(batch))
+            images = images.to(dtype)
             labelled = not has_no_labels(targets)
             if not labelled and teacher is None:
                 raise DataError("the evaluation data has no labels; name the label column, or leave the evaluation out")
             with accelerator.autocast():
-                logits = model(images)
-                reference = None if labelled else teacher(images)
+                logits = class_scores(model(images))
+                reference = None if labelled else class_scores(teacher(images))
+            if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
+                raise TrainingError(f"{type(model).__name__} gives no class scores [images, classes] to be counted")
             logits = logits.float()
             if labelled:
                 check_targets(targets, logits.shape[1], f"batch {index} of the evaluation data")
@@ -138,7 +142,7 @@ def start_accelerator(
 def check_labels(student: nn.Module, images: torch.Tensor, targets: torch.Tensor) -> int:
     """The number of classes; an error where the labels do not fit it, instead of an index error deep down."""
     with eval_mode(student), torch.no_grad():
-        classes = student(images).shape[-1]
+        classes = class_scores(student(images)).shape[-1]
     check_targets(targets, classes, unlabelled=has_no_labels(targets))
     return classes
 

@@ -17,10 +17,12 @@ from torch.nn import functional as F
 
 from ..errors import DataError, ScoreError
 from ..maps.batches import labelled
+from ..maps.distance import class_scores
 from ..slim.channel_config import model_name
 from ..slim.channel_groups import ChannelGroups
 from ..slim.copying import named_tensors
 from ..slim.modes import eval_mode
+from ..slim.wrappers import NARROW, bare, in_full_precision
 from .criteria import CRITERIA, Criterion, Piece
 from .scores import Scores
 
@@ -61,6 +63,7 @@ def taylor_scores(
     rule = CRITERIA.find(criterion)
     if rule.curves is not None:
         raise ScoreError(f"criterion {criterion!r} gives no score for single channels: use value_curves")
+    model = in_full_precision(bare(model))
     about = {"criterion": criterion, "model": model_name(model), "data": data}
     if rule.needs_data and loader is None:
         raise ScoreError(f"criterion {criterion!r} needs data: pass a loader of (images, labels) batches")
@@ -120,7 +123,7 @@ class _Sums:
 
 def _cross_entropy(model: nn.Module, batch) -> Tensor:
     output = model(batch[0])
-    return F.cross_entropy(output[0] if isinstance(output, (tuple, list)) else output, batch[1])
+    return F.cross_entropy(output[0] if isinstance(output, (tuple, list)) else class_scores(output), batch[1])
 
 
 def _labelled(batch) -> tuple[Tensor, Tensor]:
@@ -157,7 +160,7 @@ def _accumulate(model, parameters, sums, loader, accelerator, per_sample, loss_f
     add = _add_each_sample if per_sample else _add_batch
     samples = 0
     for batch in _with_progress(_share(loader, rank, world), progress if rank == 0 else False):
-        batch = _map_tensors(lambda x: x.to(device), batch)
+        batch = _map_tensors(lambda x: x.to(device).float() if x.dtype in NARROW else x.to(device), batch)
         if loss_fn is _cross_entropy:
             batch = _labelled(batch)
         n = _batch_size(batch)

@@ -25,7 +25,9 @@ from ..maps.walk import Execution, Segment, Walk, find_segments, hooked, kept_by
 from ..slim.channel_config import model_name
 from ..slim.channel_groups import ChannelGroup, ChannelGroups
 from ..slim.cutting import slice_model
+from ..slim.example_inputs import example_dtype
 from ..slim.modes import eval_mode
+from ..slim.wrappers import for_images
 from .consumers import GramSums, Reader, choose_penalty, collect_grams, readers_of, rows_of
 from .curves import GroupCurve, ValueCurves
 from .elimination import Consumer, Elimination, eliminate
@@ -66,9 +68,13 @@ def value_curves(
         >>> bool(curves["layer1.0.conv1"].losses()[8] < curves["layer1.0.conv1"].losses()[1])
         True
     """
+    model, original = for_images(model), None if original is None else for_images(original)
     device = next(model.parameters()).device
-    batches = image_batches(loader, images, device)
+    batches = image_batches(loader, images, device, example_dtype(model))
     count = sum(map(len, batches))
+    if not len(groups):
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(groups.frozen.items())[:3])
+        raise ScoreError(f"{model_name(model)} has no channels that can be removed: {why}")
     if count < 2:
         raise ScoreError("value curves need at least two images, one to fit on and one to measure on; a few hundred do")
     fitted, held = split_held_out(batches)
