@@ -12,11 +12,11 @@ verification of `channels` has the last word either way.
 
 import inspect
 import linecache
+import pkgutil
 import re
 import sys
 import textwrap
 from functools import cache
-from importlib import import_module
 
 from torch import nn
 
@@ -142,5 +142,5 @@ def __getattr__(name: str) -> type:
     """An opened class by its name here, for pickles that hold one."""
     module, _, kind = name.replace("__", ".").rpartition(".")
     if f"{module}.{kind}" in OPENINGS:
-        return opened(getattr(import_module(module), kind))
+        return opened(pkgutil.resolve_name(f"{module}:{kind}"))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
