@@ -1,4 +1,8 @@
-"""recover against its floor: one teacher pass, one and a half student passes, and the Gram products, in the same run.
+"""recover against its floor, in the same run.
+
+The floor of the closed form (joint=0) is one teacher pass, one and a half student passes, and the Gram products; each of
+the joint fit's steps adds a pass forward and back (counted as three) and one forward to find its length. Without views:
+they are more images, and cost as such.
 
     python benchmarks/recovery_speed.py --nets resnet56 lite0 deit_tiny resnet50 --images 512
 
@@ -22,9 +26,11 @@ from real_networks import NETWORKS
 from torch import nn
 
 import timm_knapsack as tk
+from timm_knapsack.maps.batches import image_batches
 from timm_knapsack.maps.patches import count_positions, flat_weight
 from timm_knapsack.maps.walk import hooked
-from timm_knapsack.recovery.closed_form import POSITIONS
+from timm_knapsack.recovery.closed_form import JOINT_STEPS
+from timm_knapsack.recovery.plans import wanted_positions
 
 RESULTS = Path(__file__).resolve().parent / "results" / "recovery_speed.txt"
 BATCH = 50
@@ -53,7 +59,7 @@ def gram_products(model: nn.Module, images: list[torch.Tensor]) -> tuple[float, 
 
     def seen(layer):
         def hook(y):
-            positions = min(POSITIONS, count_positions(layer, y) * sum(map(len, images)))
+            positions = min(wanted_positions(layer), count_positions(layer, y) * sum(map(len, images)))
             shapes.append((positions, tuple(flat_weight(layer).shape)))
 
         return hook
@@ -71,29 +77,33 @@ def gram_products(model: nn.Module, images: list[torch.Tensor]) -> tuple[float, 
     return total
 
 
-def row(name: str, count: int) -> str:
+def rows(name: str, count: int) -> list[str]:
     network = NETWORKS[name]()
     model = network.model
-    images = [batch[0] for batch in network.train(batch_size=BATCH, limit=count)]
+    images = image_batches(network.train(batch_size=BATCH, limit=count))
     groups = tk.find_channel_groups(model)
     scores = tk.taylor_scores(model, groups, None, criterion="magnitude")
     result = tk.prune(model, scores=scores, groups=groups, budget=tk.Budget(macs=0.5), min_keep=0.34)
-    floors, times = [], []
+    floors, times = {0: [], JOINT_STEPS: []}, {0: [], JOINT_STEPS: []}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(2):
         teacher, student = passes(model, images), passes(result.model.eval(), images)
         grams = gram_products(result.model, images)
-        floors.append([t + 1.5 * s + g for t, s, g in zip(teacher, student, grams, strict=True)])
-        slim = copy.deepcopy(result.model)
-        start = clock()
-        tk.recover(slim, model, images, kept=result.kept_channels)
-        times.append(since(start))
+        for joint in floors:
+            floors[joint].append([t + (1.5 + 4 * joint) * s + g for t, s, g in zip(teacher, student, grams, strict=True)])
+            slim = copy.deepcopy(result.model)
+            start = clock()
+            tk.recover(slim, model, images, kept=result.kept_channels, joint=joint, views=False)
+            times[joint].append(since(start))
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
-    floor, taken = ([min(column) for column in zip(*rows, strict=True)] for rows in (floors, times))
-    return (
-        f"{name:<11}{sum(map(len, images)):>7}{floor[0]:>9.1f}{taken[0]:>9.1f}{taken[0] / floor[0]:>7.2f}"
-        f"{floor[1]:>11.1f}{taken[1]:>9.1f}{taken[1] / floor[1]:>7.2f}{peak:>9.2f}"
-    )
+    lines = []
+    for joint in floors:
+        floor, taken = ([min(column) for column in zip(*found[joint], strict=True)] for found in (floors, times))
+        lines.append(
+            f"{name:<11}{sum(map(len, images)):>7}{joint:>6}{floor[0]:>9.1f}{taken[0]:>9.1f}{taken[0] / floor[0]:>7.2f}"
+            f"{floor[1]:>11.1f}{taken[1]:>9.1f}{taken[1] / floor[1]:>7.2f}{peak:>9.2f}"
+        )
+    return lines
 
 
 def main() -> None:
@@ -104,11 +114,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     say = writer(RESULTS)
-    header = "net         images floor s  taken s  ratio  floor CPU  taken  ratio  peak GiB"
+    header = "net         images joint floor s  taken s  ratio  floor CPU  taken  ratio  peak GiB"
     say(f"{header}   {options.threads} threads")
     for name in options.nets:
         load = os.getloadavg()[0]
-        say(f"{row(name, options.images)}  {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, load {load:.1f}")
+        for line in rows(name, options.images):
+            say(f"{line}  {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, load {load:.1f}")
 
 
 if __name__ == "__main__":
