@@ -146,6 +146,7 @@ def test_wrong_wishes_are_refused(pruned, tmp_path):
         register_exporter("onnx")
 
 
+@ONNX
 def test_the_command_line_exports_a_folder(pruned, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
