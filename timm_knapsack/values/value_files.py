@@ -45,7 +45,7 @@ def _opened(path: str | os.PathLike, kind: str, format: str | None) -> tuple[dic
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ScoreError(f"{path} is larger than {MAX_BYTES / 2**20:g} MiB, which no file of {kind} is")
-        tensors = load(data)
+        tensors = dict(sorted(load(data).items()))  # it gives them in no order
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
         if format is not None and metadata.get("format") != format:
             raise ScoreError(f"{path}: not a file of {kind} (its format says {metadata.get('format')!r})")
