@@ -1,8 +1,8 @@
 """recover against its floor, in the same run.
 
-The floor of the closed form (joint=0) is one teacher pass, one and a half student passes, and the Gram products; each of
-the joint fit's steps adds a pass forward and back (counted as three) and one forward to find its length. Without views:
-they are more images, and cost as such.
+The floor of the closed form (joint=0) is one teacher pass, one and a half student passes, and the Gram products; each
+of the joint fit's steps adds a pass forward and back (counted as three) and one forward to find its length. Without
+views: they are more images, and cost as such.
 
     python benchmarks/recovery_speed.py --nets resnet56 lite0 deit_tiny resnet50 --images 512
 
@@ -90,7 +90,8 @@ def rows(name: str, count: int) -> list[str]:
         teacher, student = passes(model, images), passes(result.model.eval(), images)
         grams = gram_products(result.model, images)
         for joint in floors:
-            floors[joint].append([t + (1.5 + 4 * joint) * s + g for t, s, g in zip(teacher, student, grams, strict=True)])
+            each = zip(teacher, student, grams, strict=True)
+            floors[joint].append([t + (1.5 + 4 * joint) * s + g for t, s, g in each])
             slim = copy.deepcopy(result.model)
             start = clock()
             tk.recover(slim, model, images, kept=result.kept_channels, joint=joint, views=False)
