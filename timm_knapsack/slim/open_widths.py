@@ -16,7 +16,6 @@ import re
 import sys
 import textwrap
 from functools import cache
-from importlib import import_module
 
 from torch import nn
 
@@ -139,8 +138,8 @@ def _edited(kind: type, name: str, edits: tuple[Edit, ...]):
 
 
 def __getattr__(name: str) -> type:
-    """An opened class by its name here, for pickles that hold one."""
+    """An opened class by its name here, for pickles that hold one; timm is loaded with this package."""
     module, _, kind = name.replace("__", ".").rpartition(".")
-    if f"{module}.{kind}" in OPENINGS:
-        return opened(getattr(import_module(module), kind))
+    if f"{module}.{kind}" in OPENINGS and module in sys.modules:
+        return opened(getattr(sys.modules[module], kind))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
