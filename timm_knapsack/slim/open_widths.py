@@ -138,7 +138,7 @@ def _edited(kind: type, name: str, edits: tuple[Edit, ...]):
 
 
 def __getattr__(name: str) -> type:
-    """An opened class by its name here, for pickles that hold one; timm is loaded with this package."""
+    """An opened class by its name here, for pickles that hold one; a pickled timm model has loaded timm before."""
     module, _, kind = name.replace("__", ".").rpartition(".")
     if f"{module}.{kind}" in OPENINGS and module in sys.modules:
         return opened(getattr(sys.modules[module], kind))
