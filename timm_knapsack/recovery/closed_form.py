@@ -24,7 +24,7 @@ from ..maps.batches import image_batches, varied
 from ..maps.patches import draw_positions, groups_of, outputs, patches
 from ..maps.taps import find_blocks, find_taps, kept_at
 from ..maps.views import random_views
-from ..maps.walk import PROBE_IMAGES, Segment, Walk, find_segments, hooked, watch_execution
+from ..maps.walk import PROBE_IMAGES, Segment, Walk, find_segments, hooked, kept_bytes, watch_execution
 from ..slim.example_inputs import example_dtype
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
@@ -37,7 +37,7 @@ from .ridge import RidgeSums, check_ridge
 
 log = logging.getLogger(__name__)
 
-JOINT_STEPS = 4  # of fitting the layers of a block together
+JOINT_STEPS = 8  # of fitting the layers of a block together, at most
 FEW_IMAGES = 1024  # up to so many, a view of each helps
 ROUNDS = 2  # of fitting again, where an activation makes the targets one-sided
 
@@ -78,8 +78,8 @@ def recover(
         ridge: penalty on the change of the weights, relative to the mean square of the inputs; by default each layer's
             own, the one whose fit on one half of the images does best on the other.
         images: use at most this many.
-        joint: steps in which the layers of a block, each fitted by itself, are then fitted together to the block's
-            output; 0 leaves them as they are (quicker by half or more).
+        joint: steps, at most, in which the layers of a block, each fitted by itself, are then fitted together to the
+            block's output; 0 leaves them as they are (quicker by half or more).
         views: fit on another view of each image as well (a crop, mirrored, brighter), if there are at most 1024.
         accelerator: of several processes, each takes every n-th batch of the loader, and all end with the same weights.
 
@@ -106,7 +106,7 @@ def recover_layers(
         device, dtype = next(student.parameters()).device, example_dtype(student)
         batches = varied(image_batches(loader, images, device, dtype))
         if views and sum(map(len, batches)) <= FEW_IMAGES and all(batch.dim() == 4 for batch in batches):
-            batches += [random_views(batch, seed=number, share=1.0) for number, batch in enumerate(batches)]
+            batches = [x for n, batch in enumerate(batches) for x in (batch, random_views(batch, seed=n, share=1.0))]
         return _Recovery(student, teacher, batches, kept, ridge, joint, accelerator).run()
 
 
@@ -197,6 +197,9 @@ class _Recovery:
         if not isinstance(slim, Tensor) or not isinstance(wide, Tensor) or slim.dim() != wide.dim():
             return None
         differing = [dim for dim in range(wide.dim()) if wide.shape[dim] != slim.shape[dim]]
+        room = kept_bytes() // 2  # beyond that, fewer images do
+        each = max(1, room // max(1, slim[0].numel() * 4 * max(map(len, self.ours.batches))))
+        full = full[:each]
         if not differing:
             return [output.float().clone() for output in full]
         index = kept_at(
