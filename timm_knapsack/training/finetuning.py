@@ -41,7 +41,7 @@ from .folder_lock import only_run_in
 from .last_good import LastGoodBuffers
 from .processes import batchnorm_synchronised, lost_process_named
 from .result import FinetuneResult
-from .same_data import batches_on_all, describe_data, first_batches
+from .same_data import batches_on_all, describe_data, first_batches, with_unknown_count
 from .session import ProgressBar, StopRequest
 from .setup import (
     build_average,
@@ -354,7 +354,7 @@ class _Run:
 
     def _check_same_run(self, checkpoint: Checkpoint) -> None:
         saved = checkpoint.state.get("run")
-        difference = first_difference(saved, self.identity)
+        difference = first_difference(saved, with_unknown_count(saved, self.identity))
         if difference and "first_pixels" in difference:
             again = describe_data(self.batches, first_batches(self.batches), self.accelerator)
             if again != self.identity["data"]:

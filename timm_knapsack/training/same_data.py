@@ -72,6 +72,19 @@ def _image_count(loader: Any) -> int | None:
     return None
 
 
+def with_unknown_count(saved: Any, now: dict[str, Any]) -> dict[str, Any]:
+    """This run, with the checkpoint's number of images where it can't be told on either side: no difference then.
+
+    Example:
+        >>> with_unknown_count({"data": {"images": None}}, {"data": {"images": 20}})
+        {'data': {'images': None}}
+    """
+    data = saved.get("data") if isinstance(saved, dict) else None
+    if isinstance(data, dict) and None in (data.get("images"), now["data"]["images"]):
+        return {**now, "data": {**now["data"], "images": data.get("images")}}
+    return now
+
+
 def crc32(tensors) -> int:
     """Of the bits of tensors, one after the other."""
     crc = 0
