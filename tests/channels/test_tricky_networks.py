@@ -23,3 +23,9 @@ def test_the_same_check_fails_where_values_are_not_compared():
 def test_every_trick_is_among_the_hundred():
     drawn = {type(trick).__name__ for seed in SEEDS for trick in tricky_net(seed).tricks}
     assert drawn == set(TRICKS)
+
+
+def test_a_norm_that_loses_all_its_groups_leaves_the_others_compared():
+    """Seed 441: the whole network was verified by shapes because one norm could not be followed."""
+    outcome = compared(441)
+    assert outcome.groups.verified == "values" and outcome.difference < TOLERANCE

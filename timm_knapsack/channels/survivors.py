@@ -122,8 +122,9 @@ def _group_norm(trace: SurvivorsOnly, func, op, args, kwargs):
     if not stays:
         return None
     left = torch.bincount(stays[1] // (x.shape[1] // groups), minlength=groups)
-    if len(left[left > 0].unique()) > 1:
-        raise CannotFollow(f"{trace.labels.place}: unequal groups are left", np.concatenate(_removed(trace, x, 1)))
+    if len(left[left > 0].unique()) != 1:
+        what = "unequal groups are left" if left.any() else "none of its groups is left"
+        raise CannotFollow(f"{trace.labels.place}: {what}", np.concatenate(_removed(trace, x, 1)))
     kept = _taken(x, stays)
     vectors = (v if v is None else v.index_select(0, stays[1]) for v in (weight, bias))
     y, *_ = func(kept, *vectors, batch, kept.shape[1], pixels, int((left > 0).sum()), *rest)

@@ -39,7 +39,8 @@ def verified(
         return first
     # Something was refused, perhaps the widths within heads: there whole heads may go, however few.
     trace = run_trace(shadow, inputs, Assumptions(fewest_heads=1))
-    return _freer(_verified(groups_of(model, shadow, trace, inputs), model, shadow, inputs, trace, way), first)
+    second = _verified(groups_of(model, shadow, trace, inputs), model, shadow, inputs, trace, way)
+    return _freer(second, first) if second.verified == first.verified else first  # never freer for being less sure
 
 
 def _verified(groups, model, shadow, inputs, trace, way: str) -> ChannelGroups:
@@ -70,7 +71,10 @@ def _by_whole_heads(result, model, shadow, inputs, assuming: Assumptions) -> Cha
     if len(groups.frozen) >= len(result.frozen):
         return result
     fitting = _surviving(ShapeCheck(groups, shadow, inputs, trace))
-    return _freer(_equal(fitting, model, inputs, assuming), result)
+    try:
+        return _freer(_equal(fitting, model, inputs, assuming), result)
+    except NoValues:  # a second chance that can't be compared leaves the first, which could
+        return result
 
 
 def _fitting(groups, model, shadow, inputs, trace) -> tuple[ChannelGroups, Assumptions]:
