@@ -64,6 +64,11 @@ def fit(net, targets_of, layers, steps):
         return JointFit(walk, fitted, targets, range(4), lambda value: value).run(steps)
 
 
+def test_batches_of_few_images_hold_some_out_too():
+    held = [int(joint_fit._held_out(count, seed).sum()) for count in (1, 2, 4) for seed in range(8)]
+    assert [sum(held[start : start + 8]) for start in (0, 8, 16)] == [1, 2, 4]
+
+
 BOTH = (("1.0.conv1", "1.0.bn1"), ("1.0.conv2", None))
 
 

@@ -120,8 +120,8 @@ class JointFit:
         with self._moving():
             self.scale = self._target_energy()
             self._measure_reach()
-            best, state, kept = None, [layer.flat() for layer in self.layers], None
-            before = None
+            best = before = None
+            kept: list[Tensor] = []
             previous: tuple[list[Tensor], list[Tensor], list[Tensor], float] | None = None
             for step in range(steps + 1):
                 error, held = self._errors(gradients=step < steps)
@@ -134,11 +134,11 @@ class JointFit:
                 previous = self._step(error, previous)
                 if previous is None:
                     break
-            for layer, flat in zip(self.layers, kept or state, strict=True):
+            for layer, flat in zip(self.layers, kept, strict=True):
                 layer.set(flat)
         for layer in self.layers:
             layer.finish(self.walk.modules)
-        return float(before), float(best if best is not None else before)
+        return before, best
 
     def _step(self, error: float, previous):
         """One conjugate step; None where none leads down."""
@@ -183,11 +183,11 @@ class JointFit:
         for layer in self.layers:
             layer.gradient = torch.zeros_like(layer.flat())
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch, target in enumerate(self.targets):
+        for batch, (target, seed) in enumerate(zip(self.targets, self.seeds, strict=False)):
             with torch.set_grad_enabled(gradients):
                 output = self.walk.run(batch, gradients=gradients)
                 lost = (output.float() - target).square().flatten(1).sum(1)
-                held = _held_out(len(lost)).to(lost.device)
+                held = _held_out(len(lost), seed).to(lost.device)
                 fitted = lost[~held].sum() / self.scale[0]
             sums += torch.stack([fitted.detach().double(), lost[held].detach().double().sum() / self.scale[1]])
             if gradients:
@@ -212,10 +212,10 @@ class JointFit:
     def _target_energy(self) -> tuple[float, float]:
         """Summed variance of the targets over fitted and over held-out images."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for target in self.targets:
+        for target, seed in zip(self.targets, self.seeds, strict=False):
             dims = [0, *range(2, target.dim())] if target.dim() == 4 else list(range(target.dim() - 1))
             spread = (target - target.mean(dims, keepdim=True)).square().flatten(1).sum(1).double()
-            held = _held_out(len(spread)).to(spread.device)
+            held = _held_out(len(spread), seed).to(spread.device)
             sums += torch.stack([spread[~held].sum(), spread[held].sum()])
         fitted, held = (float(value) for value in self.add_up(sums))
         return max(fitted, 1e-30), max(held, 1e-30)
@@ -298,11 +298,9 @@ def _shifted(layer: _Layer) -> Callable:
     return hook
 
 
-def _held_out(count: int) -> Tensor:
-    """Which of a batch's images are held out; of a batch of one, none."""
-    held = torch.zeros(count, dtype=torch.bool)
-    held[HELD_OUT - 1 :: HELD_OUT] = True
-    return held
+def _held_out(count: int, seed: int) -> Tensor:
+    """Which of a batch's images are held out: every eighth, counted on from batch to batch, so that small ones do."""
+    return (seed * count + torch.arange(count)) % HELD_OUT == HELD_OUT - 1
 
 
 def _factor(matrix: Tensor) -> Tensor:
