@@ -7,7 +7,7 @@ other weights, without running what lies before it.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from .precision import fast_passes
 from .taps import find_blocks
 
 PROBE_IMAGES = 2  # for questions whose answer does not depend on how many images there are
@@ -124,16 +125,25 @@ def standing_in(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
 
 @contextmanager
 def hooked(*hooks: tuple[nn.Module, str, Callable]) -> Iterator[None]:
-    """Hooks ``(module, "input" or "output", function(tensor))`` for a while; a function may raise `Reached`."""
+    """Hooks ``(module, "input" or "output", function(tensor))`` for a while; a function may raise `Reached`.
+
+    What a function computes keeps its precision, also in a pass that runs in bfloat16.
+    """
     handles = []
+
+    def exactly(function: Callable, x: Any) -> Any:
+        device = x.device.type if isinstance(x, Tensor) else "cpu"
+        with torch.autocast(device, enabled=False):
+            return function(x)
+
     for module, side, function in hooks:
         if side == "input":
             handle = module.register_forward_pre_hook(
-                lambda _, args, kwargs, f=function: f(args[0] if args else next(iter(kwargs.values()))),
+                lambda _, args, kwargs, f=function: exactly(f, args[0] if args else next(iter(kwargs.values()))),
                 with_kwargs=True,
             )
         else:
-            handle = module.register_forward_hook(lambda _, args, output, f=function: f(output))
+            handle = module.register_forward_hook(lambda _, args, output, f=function: exactly(f, output))
         handles.append(handle)
     try:
         yield
@@ -166,6 +176,7 @@ class Walk:
         limit: bytes that the kept inputs may take; where a segment's inputs take more, those of an earlier segment
             are kept and what lies between is run again.
         probe: two images for questions about the network, the first by default; the same on each of several processes.
+        fast: run in bfloat16 where that is faster; the probe, which questions are answered by, always runs as it is.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
@@ -182,6 +193,7 @@ class Walk:
         segments: Sequence[Segment],
         limit: int | None = None,
         probe: Tensor | None = None,
+        fast: bool = False,
     ):
         self.model, self.segments = model, list(segments)
         self.modules = dict(model.named_modules())
@@ -189,6 +201,7 @@ class Walk:
         self.batches = [*batches, batches[0][:PROBE_IMAGES] if probe is None else probe]
         self.position = 0
         self.sequential = True
+        self._fast = fast
         self._limit = kept_bytes() if limit is None else limit
         self._images = sum(len(batch) for batch in batches)
         self._base = 0  # the segment whose inputs are kept
@@ -211,7 +224,7 @@ class Walk:
     def run(self, batch: int, gradients: bool = False) -> Any:
         """The current segment's output for a batch; hooks and stand-ins inside the segment take effect."""
         args, kwargs = self._fresh(batch) if self._base == self.position else self._capture(batch)
-        with torch.set_grad_enabled(gradients):
+        with torch.set_grad_enabled(gradients), self._passes(batch):
             return self.module(*args, **kwargs)
 
     def rest(self, batch: int, model: nn.Module | None = None) -> Any:
@@ -223,9 +236,9 @@ class Walk:
         model = self.model if model is None else model
         modules = self.modules if model is self.model else dict(model.named_modules())
         if not self.sequential or not self._base:
-            with torch.no_grad():
+            with torch.no_grad(), self._passes(batch):
                 return model(self.batches[batch])
-        with torch.no_grad(), standing_in(self._stand_ins(batch, modules)):
+        with torch.no_grad(), self._passes(batch), standing_in(self._stand_ins(batch, modules)):
             return model(self._few(batch))
 
     def advance(self, outputs: list[Any] | None = None) -> None:
@@ -268,6 +281,9 @@ class Walk:
 
     # ---- how it is done
 
+    def _passes(self, batch: int) -> AbstractContextManager:
+        return fast_passes(self.batches[batch].device, self._fast and batch != self.probe)
+
     def _few(self, batch: int) -> Tensor:
         images = self.batches[batch]
         return images[:1] if self._thin and self._base else images
@@ -287,15 +303,16 @@ class Walk:
         before = self.segments[: self.position]
         forwards = {self.modules[s.name]: _returns_zeros(self._shapes[s.name], count) for s in before}
         forwards[self.modules[before[-1].name]] = lambda *_, **__: output
-        with standing_in(forwards):
+        with self._passes(batch), standing_in(forwards):
             return self._entered(self.batches[batch][:count])
 
     def _capture(self, batch: int) -> Any:
         """The inputs of the current segment, from the kept ones of an earlier segment or from the images."""
-        if self.position == 0 or not self.sequential:
-            return self._entered(self.batches[batch])
-        with standing_in(self._stand_ins(batch, self.modules)):
-            return self._entered(self._few(batch))
+        with self._passes(batch):
+            if self.position == 0 or not self.sequential:
+                return self._entered(self.batches[batch])
+            with standing_in(self._stand_ins(batch, self.modules)):
+                return self._entered(self._few(batch))
 
     def _entered(self, images: Tensor) -> Any:
         seen: list[Any] = []

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..errors import KnapsackError
 from ..maps.batches import image_batches, varied
 from ..maps.patches import draw_positions, groups_of, outputs, patches
+from ..maps.precision import is_large
 from ..maps.taps import find_blocks, find_taps, kept_at
 from ..maps.views import random_views
 from ..maps.walk import PROBE_IMAGES, Segment, Walk, find_segments, hooked, kept_bytes, watch_execution
@@ -141,7 +142,8 @@ class _Recovery:
         batches = [batches[number] for number in numbers]
         self.execution = watch_execution(student, few)
         segments = find_segments(student, self.execution.order)
-        self.ours, self.theirs = (Walk(net, batches, segments, probe=few) for net in (student, teacher))
+        fast = is_large(teacher, few)
+        self.ours, self.theirs = (Walk(net, batches, segments, probe=few, fast=fast) for net in (student, teacher))
         self.planner = Planner(self.ours, self.execution, self.images)
         self.taps = {tap.name: tap for tap in find_taps(student, "blocks", few)} if find_blocks(student) else {}
 

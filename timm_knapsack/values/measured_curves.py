@@ -21,6 +21,7 @@ from ..errors import ScoreError
 from ..maps.batches import image_batches
 from ..maps.distance import gives_logits, output_distance
 from ..maps.patches import flat_weight
+from ..maps.precision import is_large
 from ..maps.walk import Execution, Segment, Walk, find_segments, hooked, kept_bytes, watch_execution
 from ..slim.channel_config import model_name
 from ..slim.channel_groups import ChannelGroup, ChannelGroups
@@ -118,6 +119,7 @@ class _Measuring:
         self.measured_groups = [family.group for family in self.families.values()]
         self.execution: Execution = watch_execution(model, fitted[0][:2])
         self.probe = fitted[0][:8]  # the same on every process
+        self.fast = is_large(model, self.probe)
         self.fitted, self.seeds, self.total = *self._own(fitted), len(fitted)
         self.held, _ = self._own(held)
         self.readers = {g.name: readers_of(g, self.modules, self.execution) for g in self.measured_groups}
@@ -246,7 +248,7 @@ class _Measuring:
         segments = find_segments(self.model, self.execution.order)
         last = max(i for i, segment in enumerate(segments) if any(layer in starts for layer in segment.layers))
         losses: dict[str, dict[int, float]] = {group.name: {} for group in self.measured_groups}
-        walk = Walk(self.model, self.held, segments) if self.held else None
+        walk = Walk(self.model, self.held, segments, fast=self.fast) if self.held else None
         base = self._loss([walk.rest(number) for number in range(len(self.held))])
         for number, segment in enumerate(segments[: last + 1]):
             for group in self._beginning(segment, starts):
