@@ -11,7 +11,7 @@ from ..errors import KnapsackError
 from ..maps.patches import flat_weight
 
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-FEW_PENALTIES = (1e-3, 1e-1)  # for layers with so many inputs that a solve takes seconds
+FEW_PENALTIES = (1e-3, 1e-1)  # for layers with inputs so many that a solve takes seconds; in float32, one half
 MANY_INPUTS = 1500
 
 
@@ -66,6 +66,7 @@ class RidgeSums:
         self.now = flat_weight(layer).double()
         self.halves = (_Sums(self.now), _Sums(self.now))
         self._factors: dict[float, Tensor] = {}  # of the whole Gram matrix, which other targets leave as it is
+        self._whole: _Normal | None = None  # likewise
 
     def add(self, x: Tensor, target: Tensor) -> None:
         """Inputs and targets (the layer's output without its bias), both [groups, positions, …], image by image."""
@@ -114,7 +115,7 @@ class RidgeSums:
             shifts: can the layer shift its output, by a bias or the norm behind it?
             fixed: [outputs], True for output channels that stay as they are.
         """
-        whole = _Normal(self.halves[0] + self.halves[1], self.now, shifts)
+        whole = self._whole = _Normal(self.halves[0] + self.halves[1], self.now, shifts, known=self._whole)
         if ridge is None:
             ridge = self._best_penalty(shifts)
         change = whole.solve(ridge, self._factors)
@@ -140,10 +141,15 @@ class RidgeSums:
     def _best_penalty(self, shifts: bool) -> float:
         if not self.halves[0].count or not self.halves[1].count:
             return math.inf
+        many = self.now.shape[1] > MANY_INPUTS
         a, b = (_Normal(half, self.now, shifts) for half in self.halves)
+        if many:
+            a, b = a.single(), b.single()
         best, least = math.inf, 0.0  # no change at all
-        for ridge in FEW_PENALTIES if self.now.shape[1] > MANY_INPUTS else PENALTIES:
-            error = b.gain(a.solve(ridge)) + a.gain(b.solve(ridge))
+        for ridge in FEW_PENALTIES if many else PENALTIES:
+            error = b.gain(a.solve(ridge))
+            if not many:
+                error += a.gain(b.solve(ridge))
             if error < least:
                 best, least = ridge, error
         return best
@@ -182,21 +188,31 @@ class _Sums:
 class _Normal:
     """The normal equations of the residual, as means over positions; centred where the layer can shift its output."""
 
-    def __init__(self, sums: _Sums, now: Tensor, shifts: bool):
+    def __init__(self, sums: _Sums, now: Tensor, shifts: bool, known: "_Normal | None" = None):
+        """``known``: of the same inputs and other targets; what the inputs alone decide is taken from it."""
         n = sums.count.clamp_min(1)
-        self.gram, mean_target = sums.gram / n, sums.target_sum / n
-        cross = sums.cross / n
-        self.mean_input = sums.input_sum / n
-        made = self.gram @ now
-        self.residual = float(sums.target_square / n - 2 * (now * cross).sum() + (now * made).sum())
-        self.cross = cross - made
+        cross, mean_target = sums.cross / n, sums.target_sum / n
+        if known is None:
+            self.mean_input = sums.input_sum / n
+            self.gram = sums.gram / n
+            self.made = self.gram @ now
+            if shifts:
+                self.gram.sub_(self.mean_input.unsqueeze(2) * self.mean_input.unsqueeze(1))
+        else:
+            self.mean_input, self.gram, self.made = known.mean_input, known.gram, known.made
+        self.residual = float(sums.target_square / n - 2 * (now * cross).sum() + (now * self.made).sum())
+        self.cross = cross - self.made
         self.mean_residual = mean_target - (self.mean_input.unsqueeze(1) @ now).squeeze(1)
         self.target_variance = float(sums.target_square / n - mean_target.square().sum())
         self.shifts = shifts
         if shifts:
-            self.gram = self.gram - self.mean_input.unsqueeze(2) * self.mean_input.unsqueeze(1)
             self.cross = self.cross - self.mean_input.unsqueeze(2) * self.mean_residual.unsqueeze(1)
             self.residual -= float(self.mean_residual.square().sum())
+
+    def single(self) -> "_Normal":
+        """The same in float32, to compare penalties with."""
+        self.gram, self.cross = self.gram.float(), self.cross.float()
+        return self
 
     def solve(self, ridge: float, factors: dict[float, Tensor] | None = None) -> Tensor:
         """The change of the weights.
