@@ -137,23 +137,26 @@ class Job:
     """A network with its calibration images; values are measured once."""
 
     def __init__(self, name: str, network: RealNetwork, loader, again: bool):
-        self.name, self.model, self.loader, self.again = name, network.model, list(loader), again
+        self.name, self.original, self.loader, self.again = name, network.model, list(loader), again
         self.dataset = loader.dataset
+        self.model = tk.turn_heads(self.original, self.loader)  # as tk.prune does it, where there are heads
         self.groups = tk.find_channel_groups(self.model)
+        self.whole = self.groups if self.model is self.original else tk.find_channel_groups(self.original)
         self.known = {}
         self.made: dict[float, Made] = {}
         self.kept: dict[float, tuple] = {}  # units and channels of what was made
 
     def values(self, kind: str, measure: Callable):
         """Values and the seconds they took, from the file if they were measured with the same code and images."""
+        model, groups = (self.model, self.groups) if kind == "curves" else (self.original, self.whole)
         if kind not in self.known:
             path = CACHE / f"{self.name}-{kind}-{len(self.dataset)}-{_digest()}.safetensors"
             seconds = path.with_suffix(".json")
             if path.exists() and seconds.exists() and not self.again:
-                self.known[kind] = load_values(path, self.groups), json.loads(seconds.read_text())["seconds"]
+                self.known[kind] = load_values(path, groups), json.loads(seconds.read_text())["seconds"]
             else:
                 start = time.perf_counter()
-                values = measure(self.model, self.groups, self.loader)
+                values = measure(model, groups, self.loader)
                 took = time.perf_counter() - start
                 CACHE.mkdir(parents=True, exist_ok=True)
                 values.save(path)
@@ -204,7 +207,7 @@ def refined(job: Job, budget: float) -> Made:
 def paper(job: Job, budget: float) -> Made:
     """tk.prune(…, method="paper") with its scores handed in, then tk.recover."""
     scores, seconds = job.taylor()
-    result = tk.prune(job.model, budget=tk.Budget(macs=budget), scores=scores, groups=job.groups)
+    result = tk.prune(job.original, budget=tk.Budget(macs=budget), scores=scores, groups=job.whole)
     return _recovered(job, result.model, result.kept_channels, seconds, result.report.seconds)
 
 
@@ -219,13 +222,13 @@ def uniform(job: Job, budget: float) -> Made:
 def _by_scores(job: Job, choose: Callable, budget: float) -> Made:
     scores, seconds = job.taylor()
     start = time.perf_counter()
-    slim, kept = choose(job.model, job.groups, scores, budget * job.groups.macs())
+    slim, kept = choose(job.original, job.whole, scores, budget * job.whole.macs())
     return _recovered(job, slim, kept, seconds, time.perf_counter() - start)
 
 
 def _recovered(job: Job, slim, kept, curves: float, choice: float) -> Made:
     start = time.perf_counter()
-    tk.recover(slim, job.model, job.loader, kept=kept)
+    tk.recover(slim, job.original, job.loader, kept=kept)
     return Made(slim, curves, choice, time.perf_counter() - start)
 
 
@@ -233,7 +236,7 @@ def torch_pruning(job: Job, budget: float) -> Made:
     import torch_pruning  # noqa: F401  (a row is left out without it)
 
     start = time.perf_counter()
-    slim, note = by_torch_pruning(job.model, job.groups, job.loader, budget * job.groups.macs())
+    slim, note = by_torch_pruning(job.original, job.whole, job.loader, budget * job.whole.macs())
     choice = time.perf_counter() - start
     start = time.perf_counter()
     reestimate_batchnorm(slim, job.loader)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the names of _HOME for type checkers and completion; tests/
     from .knapsack.solve import solve_knapsack as solve_knapsack
     from .models.pruned_models import register_pruned_model as register_pruned_model
     from .pipeline.compare import compare_networks as compare_networks
+    from .pipeline.narrower_heads import turn_heads as turn_heads
     from .pipeline.prune import prune as prune
     from .pruning.budget import Budget as Budget
     from .pruning.choose import sweep as sweep
@@ -78,6 +79,7 @@ _HOME = {
     "register_cost": "costs.kinds",
     "LatencyTable": "costs.latency.table",
     "prune": "pipeline.prune",
+    "turn_heads": "pipeline.narrower_heads",
     "sweep": "pruning.choose",
     "slice_model": "slim.cutting",
     "resize_model": "slim.cutting",

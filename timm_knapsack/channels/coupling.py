@@ -120,6 +120,7 @@ class _Forest:
         flat = self.root_of(split.flat).reshape(sizes)
         heads = [bool(self.whole_heads[self.root_of(axis.labels)].any()) for axis in split.axes]
         few = any(is_heads and size < self.fewest_heads for is_heads, size in zip(heads, sizes, strict=True))
+        few = few or split.narrower
 
         def rank(position: int):
             roots = self.root_of(split.axes[position].labels)
@@ -127,7 +128,9 @@ class _Forest:
             # Units left if this axis carries: indices whose whole run of labels is free, counted once each.
             runs = np.moveaxis(flat, position, 0).reshape(sizes[position], -1)
             joined = len(np.unique(np.stack([runs.min(axis=1), roots]), axis=1).T) if alive.size else 0
-            return heads[position] and not few, joined if few else 0, not self.mixed[roots].any(), joined, position
+            is_heads, unmixed = heads[position], not self.mixed[roots].any()
+            within = split.narrower and not is_heads
+            return is_heads and not few, within, joined if few else 0, unmixed, joined, position
 
         candidates = [i for i, axis in enumerate(split.axes) if not self.is_frozen(axis.labels).all()]
         return split.axes[max(candidates, key=rank)]

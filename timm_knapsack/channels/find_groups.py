@@ -7,9 +7,10 @@ from ..errors import TraceError, first_line
 from ..slim.channel_groups import ChannelGroups
 from ..slim.copying import copy_with, named_tensors, on_meta
 from ..slim.example_inputs import example_dtype, example_input, inputs_like
+from ..slim.turned_heads import turned_of
 from ..slim.wrappers import bare
 from .grouping import groups_of
-from .tracing import Trace, run_trace
+from .tracing import Assumptions, Trace, run_trace
 from .verification import WAYS, verified
 
 
@@ -73,7 +74,7 @@ def _shadow(model: nn.Module, example_inputs) -> tuple[nn.Module, tuple, Trace]:
     try:
         shadow = on_meta(model)
         inputs = inputs_like(example_inputs, "meta")
-        return shadow, inputs, run_trace(shadow, inputs)
+        return shadow, inputs, run_trace(shadow, inputs, Assumptions(narrower_heads=turned_of(model)))
     except Exception as error:
         if isinstance(error, TraceError):
             raise
@@ -84,7 +85,7 @@ def _shadow(model: nn.Module, example_inputs) -> tuple[nn.Module, tuple, Trace]:
         shadow = copy_with(model, lambda _, t: torch.zeros_like(t, device=device) if t.is_meta else t).eval()
         inputs = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
         inputs = tuple(torch.zeros_like(x, device=device) if x.is_meta else x.to(device) for x in inputs)
-        return shadow, inputs, run_trace(shadow, inputs)
+        return shadow, inputs, run_trace(shadow, inputs, Assumptions(narrower_heads=turned_of(model)))
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} can't be run on {_shapes(inputs_like(example_inputs, 'meta'))}: "

@@ -54,6 +54,7 @@ class Split:
     flat: np.ndarray
     axes: tuple[Axis, ...]
     place: str
+    narrower: bool = False  # of heads and the widths within them, the latter shall carry the channels
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class Labels:
     count: int = 0
     only_whole_heads: bool = False
     fewest_heads: int = 1  # heads go one by one where there are at least so many
+    narrower_heads: frozenset[str] = frozenset()  # and not in these modules
     place: str = "the input"  # where the trace is now, for reasons: "aten.cat in layer1.0"
     module: str = ""
     # The module whose code is running: another than the one whose forward is, where that calls a method of it.
@@ -156,7 +158,7 @@ class Labels:
         return list(self._pieces[key][1])
 
     def _remember(self, flat: np.ndarray, axes: tuple[Axis, ...]) -> None:
-        self.splits.append(Split(flat, axes, self.place))
+        self.splits.append(Split(flat, axes, self.place, self.module in self.narrower_heads))
         self._pieces[(id(flat), tuple(axis.size for axis in axes))] = (flat, axes)  # held, so that ids stay theirs
         self._wholes[tuple(id(axis) for axis in axes)] = flat
 

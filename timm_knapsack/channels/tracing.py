@@ -33,11 +33,13 @@ class Assumptions:
         only_whole_heads: in such modules too, heads go whole or not at all; of their numbers those of the input count.
         fewest_heads: heads go one by one where there are at least so many; with two, half of a layer or nothing could
             go: there the widths within the heads shrink instead, where they may.
+        narrower_heads: modules whose heads were turned (`slim.turned_heads`): there too, however many heads there are.
     """
 
     bound_classes: frozenset[str] = frozenset()
     only_whole_heads: bool = False
     fewest_heads: int = 3
+    narrower_heads: frozenset[str] = frozenset()
 
 
 class Trace(TorchDispatchMode):
@@ -50,7 +52,11 @@ class Trace(TorchDispatchMode):
     def __init__(self, model: nn.Module, assuming: Assumptions | None = None, follow_maps: bool = True):
         super().__init__()
         assuming = assuming or Assumptions()
-        self.labels = Labels(only_whole_heads=assuming.only_whole_heads, fewest_heads=assuming.fewest_heads)
+        self.labels = Labels(
+            only_whole_heads=assuming.only_whole_heads,
+            fewest_heads=assuming.fewest_heads,
+            narrower_heads=assuming.narrower_heads,
+        )
         self.bound_classes = assuming.bound_classes
         self.on_meta = all(tensor.is_meta for _, tensor in named_tensors(model))
         self.outputs: list[Tensor] = []

@@ -35,6 +35,7 @@ def verified(
     """The groups that survive the dry run, and the comparison of values where ``way`` asks for it."""
     first = _verified(groups, model, shadow, inputs, trace, way)
     few_heads = any(heads.size < trace.labels.fewest_heads for heads in trace.labels.whole_heads)
+    few_heads = few_heads or bool(trace.labels.narrower_heads)
     if not few_heads or len(first.frozen) <= len(groups.frozen):
         return first
     # Something was refused, perhaps the widths within heads: there whole heads may go, however few.
@@ -65,7 +66,7 @@ def _verified(groups, model, shadow, inputs, trace, way: str) -> ChannelGroups:
 def _by_whole_heads(result, model, shadow, inputs, assuming: Assumptions) -> ChannelGroups:
     """Where code that reads widths had to be frozen, as nn.MultiheadAttention, which scales by the width of a head,
     whole heads may go with their channels of the stream."""
-    assuming = replace(assuming, only_whole_heads=True, fewest_heads=1)
+    assuming = replace(assuming, only_whole_heads=True, fewest_heads=1, narrower_heads=frozenset())
     trace = run_trace(shadow, inputs, assuming)
     groups = groups_of(model, shadow, trace, inputs)
     if len(groups.frozen) >= len(result.frozen):
@@ -84,7 +85,8 @@ def _fitting(groups, model, shadow, inputs, trace) -> tuple[ChannelGroups, Assum
     equal to the input's. Where the dry run fails in such a module, its class is traced again with these sizes tied.
     """
     check = first = ShapeCheck(groups, shadow, inputs, trace)
-    assuming = plain = Assumptions(fewest_heads=trace.labels.fewest_heads)
+    labels = trace.labels
+    assuming = plain = Assumptions(fewest_heads=labels.fewest_heads, narrower_heads=labels.narrower_heads)
     error = _first_failure(check)
     for _ in range(MAX_RETRACES):
         if error is None:

@@ -21,8 +21,9 @@ from ..slim.wrappers import bare, for_images, in_full_precision, like_precision
 from ..values.curves import ValueCurves
 from ..values.gradient_pass import taylor_scores
 from ..values.group_values import GroupValues
-from ..values.valuation import METHODS, value_channels
+from ..values.valuation import CRITERIA, METHODS, value_channels
 from .measured_loss import collapse_warning, measure_loss
+from .narrower_heads import turn_heads
 from .steps import choose_in_steps
 from .trials import Trial, choose_power, with_trials
 
@@ -50,6 +51,8 @@ def prune(
 
     A wrapper (DataParallel, DistributedDataParallel, torch.compile, transformers' TimmWrapper) is taken off, and the
     network inside comes back smaller. One in half precision is worked on in float32 and comes back as it was.
+
+    Attention heads become narrower where that can be done (`turn_heads`), and go as a whole elsewhere.
 
     What each width of each group would cost the network is measured on the images (`value_curves`); how these losses
     add up in this network is found out by trial; the widths that lose least within the budget are cut out, what is left
@@ -90,7 +93,10 @@ def prune(
     own = bare(model)
     model = in_full_precision(own) if loader is None else for_images(own)
     if groups is None:
-        groups = find_channel_groups(model, example_of(model, loader) if example_inputs is None else example_inputs)
+        example = example_of(model, loader) if example_inputs is None else example_inputs
+        if scores is None and loader is not None and _by_curves(method, scoring):
+            model = turn_heads(model, loader)
+        groups = find_channel_groups(model, example)
     if scores is None:
         criterion = scoring.pop("criterion", None) or METHODS[method or "curves"]
         scores = value_channels(model, groups, loader, criterion, **scoring)
@@ -113,6 +119,10 @@ def prune(
     if warning := collapse_warning(report.model, report.loss, report.group_losses):
         warnings.warn(warning, stacklevel=2)
     return replace(result, report=report, model=_as_it_was(result.model, model, own))
+
+
+def _by_curves(method: str | None, scoring: Mapping[str, Any]) -> bool:
+    return CRITERIA.find(scoring.get("criterion") or METHODS.get(method or "curves", "curves")).curves is not None
 
 
 def _as_it_was(slim: nn.Module, worked_on: nn.Module, own: nn.Module) -> nn.Module:

@@ -30,11 +30,14 @@ from ..reports.run_record import RunRecord
 from ..slim.tensor_files import write_tensors
 from ..training.evaluation import evaluate
 from ..training.finetuning import finetune
+from ..values.curves import FORMAT as CURVES
 from ..values.curves import ValueCurves
 from ..values.valuation import CRITERIA, load_values, value_channels
+from ..values.value_files import format_of
 from .baselines import RECOVERED, smaller_images
 from .loaders import PURPOSES, count_images, hold_out, on_the_hub
 from .measured_loss import collapse_warning, measure_loss
+from .narrower_heads import turn_heads
 from .recipe import finetune_config
 from .saving import save_run
 from .stage import Job, Stage, Student, run_stages
@@ -49,6 +52,11 @@ def _model(job: Job) -> str:
 
 
 def _groups(job: Job) -> str:
+    given = job.options.get("scores")
+    by_curves = CRITERIA.find(job.settings.score.criterion).curves is not None
+    images = job.get("calibration")
+    if images is not None and (format_of(given) == CURVES if given else by_curves):
+        job.made["base"] = turn_heads(job["base"], images)
     job.made["groups"] = groups = find_channel_groups(job["base"])
     return f"{len(groups)} groups of {sum(groups.sizes)} units, {human(groups.macs())} MACs"
 

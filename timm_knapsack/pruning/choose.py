@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..slim.channel_groups import ChannelGroups
 from ..slim.cutting import channel_config_of, kept_indices, kept_outputs, slice_model
 from ..slim.example_inputs import own_image_size
 from ..slim.kept_channels import composed, shared_too
+from ..slim.turned_heads import turned_of
 from ..slim.wrappers import bare, inputs_of
 from ..values.group_values import GroupValues, Ladder
 from ..values.scores import Scores
@@ -217,7 +219,8 @@ def _config(model: nn.Module, groups: ChannelGroups, keep, base_args) -> Channel
     earlier = getattr(model, "channel_config", None)
     if not isinstance(earlier, ChannelConfig):
         args = {**_seen_args(model), **(base_args or {})}
-        return channel_config_of(groups, keep, model_name(model), args, features_of(model))
+        config = channel_config_of(groups, keep, model_name(model), args, features_of(model))
+        return replace(config, turned=tuple(turned_of(model)))
     new = channel_config_of(groups, keep, earlier.base, earlier.base_args)
 
     def merged(old, new):
@@ -231,4 +234,5 @@ def _config(model: nn.Module, groups: ChannelGroups, keep, base_args) -> Channel
         kept=composed(earlier, new.kept),
         features=earlier.features,
         builder=earlier.builder,
+        turned=tuple(turned_of(model)),
     )

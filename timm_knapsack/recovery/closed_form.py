@@ -4,14 +4,17 @@ Segment by segment and, inside a segment, layer by layer, in the order in which 
 ridge regression fits each conv or linear to the teacher's pre-activation map at the channels that were kept. A layer
 that ends a residual branch is fitted to the teacher's sum minus the student's own shortcut, at the end of a block and
 inside it (behind attention), so that the errors of earlier layers are corrected and not passed on. The paper's ``M_l``
-is the same regressor; here it is folded into the weights and costs nothing at inference. All this is closed form. Then
-the layers of a block move together towards the block's output, by a few Gauss-Newton steps (`joint_fit`).
+is the same regressor; here it is folded into the weights and costs nothing at inference. A layer inside of a block that
+has lost none of its inputs keeps its weights, and its shift alone is corrected: what it sees is disturbed and not less,
+and weights that are fitted to disturbed inputs shrink (DeiT-Tiny loses a third more with them). All this is closed
+form. Then the layers of a block move together towards the block's output, by a few Gauss-Newton steps (`joint_fit`).
 
 The teacher runs once, and its maps are kept at the sampled positions only. The student runs once too: layers that are
 finished return what they returned before, so that each further layer of a segment costs only what lies between.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +32,7 @@ from ..maps.walk import PROBE_IMAGES, Segment, Walk, find_segments, hooked, kept
 from ..slim.example_inputs import example_dtype
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
+from ..slim.turned_heads import turned_of
 from ..slim.wrappers import for_images, worked_on
 from .finished_layers import FinishedLayers
 from .joint_fit import FittedLayer, JointFit
@@ -144,7 +148,9 @@ class _Recovery:
         segments = find_segments(student, self.execution.order)
         fast = is_large(teacher, few)
         self.ours, self.theirs = (Walk(net, batches, segments, probe=few, fast=fast) for net in (student, teacher))
-        self.planner = Planner(self.ours, self.execution, self.images)
+        # heads that were turned before they were cut have no channel of an unturned teacher to be fitted to
+        foreign = {f"{name}.qkv" for name in turned_of(student) - turned_of(teacher)}
+        self.planner = Planner(self.ours, self.execution, self.images, foreign)
         self.taps = {tap.name: tap for tap in find_taps(student, "blocks", few)} if find_blocks(student) else {}
 
     def run(self) -> list[LayerFit]:
@@ -242,6 +248,12 @@ class _Recovery:
                 full.append(self.theirs.run(batch))
         return targets, full
 
+    def _keeps_weights(self, plan: Plan) -> bool:
+        """Has the layer all inputs that the teacher's has, and does it not end a sum? Depthwise convs are fitted."""
+        mine, full = self.ours.modules[plan.name], self.theirs.modules[plan.name]
+        inside = plan.gain is None and not plan.is_output
+        return inside and mine.weight[0].numel() == full.weight[0].numel() and groups_of(mine) == 1
+
     def _fit(self, plan: Plan, targets: list, finished: "FinishedLayers") -> LayerFit:
         name, layer = plan.name, self.ours.modules[plan.name]
         norm = self.execution.norm_after.get(name)
@@ -265,12 +277,12 @@ class _Recovery:
         sums.reduce(self._add_up)
         fixed = None if plan.gain is None else plan.gain == 0
         shifts = layer.bias is not None or norm is not None
-        ridge = self.ridge
+        ridge = math.inf if self._keeps_weights(plan) else self.ridge
         if ridge is None and plan.is_output:
             bias = 0.0 if layer.bias is None else layer.bias.float()
             ridge = penalty_of_scores(sums, [(x, y) for x, y, _ in seen], bias, shifts, self._add_up)
         fit = sums.fit(ridge, shifts, fixed)
-        for _ in range(ROUNDS if plan.rectifier is not None else 0):
+        for _ in range(ROUNDS if plan.rectifier is not None and not math.isinf(fit.ridge) else 0):
             weight = fit.flat.float()
             sums.forget_targets()
             for x, target, base in seen:

@@ -5,7 +5,7 @@ and with which factors, and whether the activation behind it cuts values off, is
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,10 +63,11 @@ class Planner:
         walk: the student, on its way.
         execution: in which order its layers run.
         images: how many there are, on all processes.
+        foreign: layers whose channels are not the teacher's.
     """
 
-    def __init__(self, walk: Walk, execution: Execution, images: int):
-        self.walk, self.execution, self.images = walk, execution, images
+    def __init__(self, walk: Walk, execution: Execution, images: int, foreign: Collection[str] = ()):
+        self.walk, self.execution, self.images, self.foreign = walk, execution, images, foreign
 
     def plans(self, names: tuple[str, ...], tap: Tap | None) -> list["Plan"]:
         """What is to be done with each layer of the segment, from runs of the probe."""
@@ -92,6 +93,10 @@ class Planner:
                 continue
             if owner := self._shares_with(name):
                 plans.append(Plan(name, f"its weights are also those of {owner}"))
+                continue
+            if name in self.foreign:
+                why = "its heads were turned when the network was pruned, and the teacher's are not"
+                plans.append(Plan(name, why, is_written=True))
                 continue
             x, y, copied = seen[name]
             is_output = self._makes_the_scores(copied)

@@ -20,11 +20,12 @@ from ..files.plain_json import parse_json, read_limited, shortened, to_json
 from .index_ranges import ranges_text, read_ranges
 
 FORMAT = "timm-knapsack/channel-config"
-VERSION = 3  # 2 added ``kept``, 3 ``features`` and ``builder``; a config without them is still written as 1 or 2
+VERSION = 4  # 2 added ``kept``, 3 ``features`` and ``builder``, 4 ``turned``; without them an earlier one is written
 MAX_BYTES = 4 * 2**20  # the largest timm model's config is below 1 MB
 MAX_SIZE = 2**24  # no dim of a real model is larger; the base model sets the true limit
 MAX_BASE_ARG = 2**16  # image sizes, depths, widths: an untrusted file must not make timm build a huge model
 MAX_CLASSES = 2**20
+MAX_MODULES = 4096  # that a list of names may hold
 MAX_KEPT = 2**22  # channels of all layers together; the largest timm models have some 10⁵
 
 # Arguments of timm's builder and factory that choose weights, files or another kind of model, not an architecture.
@@ -36,7 +37,7 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9_]{1,200}")
 _DOTTED = re.compile(r"[A-Za-z0-9_]{1,120}(\.[A-Za-z0-9_]{1,120}){0,40}")
 _BUILDER = re.compile(r"[A-Za-z_]\w{0,120}(\.[A-Za-z_]\w{0,120}){0,20}:[A-Za-z_]\w{0,120}", re.ASCII)
 _REQUIRED = ("format", "version", "base", "widths")
-_OPTIONAL = ("attributes", "base_args", "name", "kept", "features", "builder")
+_OPTIONAL = ("attributes", "base_args", "name", "kept", "features", "builder", "turned")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class ChannelConfig:
             ``{"class": "FeatureListNet", "out_indices": (1, 2, 3)}``. All names are then those of that class.
         builder: ``"package.module:function"`` that makes a base which timm does not know. It is a note: whoever loads
             the network names the function again, and only that one is called.
+        turned: attention modules whose heads were turned before they were cut (`slim.turned_heads`): what ``kept`` says
+            of them counts in the turned base. Rebuilding does not need it either.
 
     Example:
         >>> config = ChannelConfig("resnet18", {"layer1.0.conv1.weight": {0: 45}, "layer1.0.conv2.weight": {1: 45}})
@@ -72,6 +75,7 @@ class ChannelConfig:
     kept: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
     features: Mapping[str, Any] = field(default_factory=dict)
     builder: str | None = None
+    turned: tuple[str, ...] = ()
 
     def __post_init__(self):
         _check_name(self.base, "base")
@@ -84,6 +88,7 @@ class ChannelConfig:
         object.__setattr__(self, "features", _frozen_features(self.features))
         if self.builder is not None:
             check_builder_name(self.builder)
+        object.__setattr__(self, "turned", _frozen_names(self.turned, "turned"))
 
     def __repr__(self):
         name = "" if self.name is None else f", name={self.name!r}"
@@ -97,6 +102,7 @@ class ChannelConfig:
         features = dict(self.features)
         return ChannelConfig, (
             self.base, widths, attributes, dict(self.base_args), self.name, kept, features, self.builder,
+            self.turned,
         )  # fmt: skip
 
     def renamed(self, name: str) -> "ChannelConfig":
@@ -104,14 +110,14 @@ class ChannelConfig:
         return replace(self, name=name)
 
     def architecture(self) -> "ChannelConfig":
-        """The same without ``kept``, which speaks of weights."""
-        return replace(self, kept={})
+        """The same without ``kept`` and ``turned``, which speak of weights."""
+        return replace(self, kept={}, turned=())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain sorted dicts, as written to JSON."""
         data = {
             "format": FORMAT,
-            "version": 3 if self.features or self.builder else 2 if self.kept else 1,
+            "version": 4 if self.turned else 3 if self.features or self.builder else 2 if self.kept else 1,
             "base": self.base,
             "widths": {
                 param: {str(dim): size for dim, size in sorted(dims.items())}
@@ -133,6 +139,8 @@ class ChannelConfig:
             data["features"] = dict(sorted(self.features.items()))
         if self.builder is not None:
             data["builder"] = self.builder
+        if self.turned:
+            data["turned"] = list(self.turned)
         return data
 
     def to_json(self) -> str:
@@ -175,6 +183,7 @@ class ChannelConfig:
             kept=data.get("kept", {}),
             features=data.get("features", {}),
             builder=data.get("builder"),
+            turned=data.get("turned", ()),
         )
 
     @classmethod
@@ -311,6 +320,16 @@ def _frozen_features(features: Any) -> Mapping[str, Any]:
     if not whole or not 1 <= len(indices) <= 100:
         raise ChannelConfigError(f"features['out_indices'] is {shortened(indices)}, expected a few numbers of maps")
     return MappingProxyType({"class": features["class"], "out_indices": tuple(indices)})
+
+
+def _frozen_names(names: Any, key: str) -> tuple[str, ...]:
+    """A short list of modules' names."""
+    if not isinstance(names, (list, tuple)) or len(names) > MAX_MODULES:
+        raise ChannelConfigError(f"{key} is {shortened(names)}, expected a list of at most {MAX_MODULES} names")
+    for name in names:
+        if not isinstance(name, str) or not _DOTTED.fullmatch(name):
+            raise ChannelConfigError(f"{key}: {shortened(name)} is not a dotted name")
+    return tuple(sorted(set(names)))
 
 
 def _text_of(index: Any, place: str) -> str:
