@@ -150,9 +150,10 @@ class ValueCurves(dict, GroupValues):
             raise ScoreError(f"these value curves belong to other groups: {what}; measure them again with value_curves")
         for group in groups:
             if self[group.name].size != group.size:
+                turned = " or, where heads were turned before, give the images (turn_heads)"
                 raise ScoreError(
                     f"the curve of {group.name!r} has {self[group.name].size} units, the group {group.size}; "
-                    "measure the curves again with value_curves"
+                    f"measure the curves again with value_curves{turned if group.name.endswith('.qkv') else ''}"
                 )
         return self
 
