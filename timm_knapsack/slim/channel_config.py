@@ -1,8 +1,8 @@
 """ChannelConfig: the JSON that rebuilds a pruned architecture from its base timm model, without data or tracing.
 
 It stores what changed and nothing else: the new size of each parameter dim, and each number that a module has baked
-in (``num_heads``, ``groups``, ``feature_info`` …). A dim that is not named keeps the base model's size, so
-``num_classes`` and ``in_chans`` stay free. This module knows no torch: a config can be read, checked and written
+in (``num_heads``, ``groups``, ``feature_info`` …), and each module that is gone with its block. A dim that is not named
+keeps the base model's size, so ``num_classes`` and ``in_chans`` stay free. This module knows no torch: a config can be read, checked and written
 without importing it. Whether a config fits a model is checked where it is applied, in ``slim.resize_model``.
 """
 
@@ -20,7 +20,7 @@ from ..files.plain_json import parse_json, read_limited, shortened, to_json
 from .index_ranges import ranges_text, read_ranges
 
 FORMAT = "timm-knapsack/channel-config"
-VERSION = 3  # 2 added ``kept``, 3 ``features`` and ``builder``; a config without them is still written as 1 or 2
+VERSION = 4  # 2 added ``kept``, 3 ``features`` and ``builder``, 4 ``removed``; a config is written as the least that does
 MAX_BYTES = 4 * 2**20  # the largest timm model's config is below 1 MB
 MAX_SIZE = 2**24  # no dim of a real model is larger; the base model sets the true limit
 MAX_BASE_ARG = 2**16  # image sizes, depths, widths: an untrusted file must not make timm build a huge model
@@ -36,7 +36,9 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9_]{1,200}")
 _DOTTED = re.compile(r"[A-Za-z0-9_]{1,120}(\.[A-Za-z0-9_]{1,120}){0,40}")
 _BUILDER = re.compile(r"[A-Za-z_]\w{0,120}(\.[A-Za-z_]\w{0,120}){0,20}:[A-Za-z_]\w{0,120}", re.ASCII)
 _REQUIRED = ("format", "version", "base", "widths")
-_OPTIONAL = ("attributes", "base_args", "name", "kept", "features", "builder")
+_OPTIONAL = ("attributes", "base_args", "name", "kept", "features", "builder", "removed")
+
+IDENTITY, ZERO = "identity", "zero"  # what a module that is gone returns
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class ChannelConfig:
             ``{"class": "FeatureListNet", "out_indices": (1, 2, 3)}``. All names are then those of that class.
         builder: ``"package.module:function"`` that makes a base which timm does not know. It is a note: whoever loads
             the network names the function again, and only that one is called.
+        removed: modules that are gone, and what stands in their place: ``{"layer1.1": "identity"}`` for a whole block,
+            ``{"blocks.3.norm1": "identity", "blocks.3.attn": "zero"}`` for one of its branches.
 
     Example:
         >>> config = ChannelConfig("resnet18", {"layer1.0.conv1.weight": {0: 45}, "layer1.0.conv2.weight": {1: 45}})
@@ -72,6 +76,7 @@ class ChannelConfig:
     kept: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
     features: Mapping[str, Any] = field(default_factory=dict)
     builder: str | None = None
+    removed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         _check_name(self.base, "base")
@@ -84,19 +89,21 @@ class ChannelConfig:
         object.__setattr__(self, "features", _frozen_features(self.features))
         if self.builder is not None:
             check_builder_name(self.builder)
+        object.__setattr__(self, "removed", _frozen_removed(self.removed))
 
     def __repr__(self):
         name = "" if self.name is None else f", name={self.name!r}"
-        return f"ChannelConfig({self.base!r}, {len(self.widths)} tensors resized{name})"
+        removed = f", {len(self.removed)} modules removed" if self.removed else ""
+        return f"ChannelConfig({self.base!r}, {len(self.widths)} tensors resized{removed}{name})"
 
     def __hash__(self):
         return hash(self.to_json())
 
     def __reduce__(self):  # mapping proxies don't pickle or deep-copy; plain dicts do
         widths, attributes, kept = (_thawed(table) for table in (self.widths, self.attributes, self.kept))
-        features = dict(self.features)
+        features, removed = dict(self.features), dict(self.removed)
         return ChannelConfig, (
-            self.base, widths, attributes, dict(self.base_args), self.name, kept, features, self.builder,
+            self.base, widths, attributes, dict(self.base_args), self.name, kept, features, self.builder, removed,
         )  # fmt: skip
 
     def renamed(self, name: str) -> "ChannelConfig":
@@ -111,7 +118,7 @@ class ChannelConfig:
         """Plain sorted dicts, as written to JSON."""
         data = {
             "format": FORMAT,
-            "version": 3 if self.features or self.builder else 2 if self.kept else 1,
+            "version": self._version,
             "base": self.base,
             "widths": {
                 param: {str(dim): size for dim, size in sorted(dims.items())}
@@ -133,7 +140,14 @@ class ChannelConfig:
             data["features"] = dict(sorted(self.features.items()))
         if self.builder is not None:
             data["builder"] = self.builder
+        if self.removed:
+            data["removed"] = dict(sorted(self.removed.items()))
         return data
+
+    @property
+    def _version(self) -> int:
+        """The oldest that has all that this config says."""
+        return 4 if self.removed else 3 if self.features or self.builder else 2 if self.kept else 1
 
     def to_json(self) -> str:
         return to_json(self.to_dict(), sort_keys=True)
@@ -175,6 +189,7 @@ class ChannelConfig:
             kept=data.get("kept", {}),
             features=data.get("features", {}),
             builder=data.get("builder"),
+            removed=data.get("removed", {}),
         )
 
     @classmethod
@@ -311,6 +326,21 @@ def _frozen_features(features: Any) -> Mapping[str, Any]:
     if not whole or not 1 <= len(indices) <= 100:
         raise ChannelConfigError(f"features['out_indices'] is {shortened(indices)}, expected a few numbers of maps")
     return MappingProxyType({"class": features["class"], "out_indices": tuple(indices)})
+
+
+def _frozen_removed(removed: Any) -> Mapping[str, str]:
+    if not isinstance(removed, Mapping):
+        raise ChannelConfigError(f"removed is {shortened(removed)}, expected an object")
+    for name, how in removed.items():
+        if not isinstance(name, str) or not _DOTTED.fullmatch(name):
+            raise ChannelConfigError(f"removed: {shortened(name)} is not a dotted name")
+        if how not in (IDENTITY, ZERO):
+            raise ChannelConfigError(f"removed[{name!r}] is {shortened(how)}, expected {IDENTITY!r} or {ZERO!r}")
+        parts = name.split(".")
+        around = next((outer for end in range(1, len(parts)) if (outer := ".".join(parts[:end])) in removed), None)
+        if around is not None:
+            raise ChannelConfigError(f"removed names {name!r}, which is gone with {around!r}")
+    return MappingProxyType(dict(removed))
 
 
 def _text_of(index: Any, place: str) -> str:
