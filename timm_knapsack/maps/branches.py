@@ -1,11 +1,12 @@
 """Which residual branches of a network can go as a whole, found out by trial, not by the names of classes.
 
 A block is made of **parts**: its children, in the order in which they run. A part that returns zeros ends a branch if
-the block then returns its input, bit for bit: ``bn2`` of a ResNet's block (the activation behind the sum changes nothing,
-as the block's input has been through one already). Such a block has one branch, and becomes an identity. Where no single
-part does that, two or three together may: ``drop_path1`` and ``drop_path2`` of a transformer's block, say. Then it has as
-many branches, and each can go alone: the part that ends it returns a zero, and parts that nothing else listens to
-(``norm1``, ``attn``, ``ls1``) become identities. Blocks that change the shape of what they get have no such parts.
+the block then returns its input, bit for bit: ``bn2`` of a ResNet's block (the activation behind the sum changes
+nothing, as the block's input has been through one already). Such a block has one branch, and becomes an identity.
+Where no single part does that, two or three together may: ``drop_path1`` and ``drop_path2`` of a transformer's block,
+say. Then it has as many branches, and each can go alone: the part that ends it returns a zero, and parts that nothing
+else listens to (``norm1``, ``attn``, ``ls1``) become identities. Blocks that change the shape of what they get have no
+such parts.
 
 The branches are then tried in the whole network, on an image and on noise: removed must be equal to zeroed.
 """

@@ -1,9 +1,10 @@
 """ChannelConfig: the JSON that rebuilds a pruned architecture from its base timm model, without data or tracing.
 
-It stores what changed and nothing else: the new size of each parameter dim, and each number that a module has baked
-in (``num_heads``, ``groups``, ``feature_info`` …), and each module that is gone with its block. A dim that is not named
-keeps the base model's size, so ``num_classes`` and ``in_chans`` stay free. This module knows no torch: a config can be read, checked and written
-without importing it. Whether a config fits a model is checked where it is applied, in ``slim.resize_model``.
+It stores what changed and nothing else: the new size of each parameter dim, each number that a module has baked in
+(``num_heads``, ``groups``, ``feature_info`` …), and each module that is gone with its block. A dim that is not named
+keeps the base model's size, so ``num_classes`` and ``in_chans`` stay free. This module knows no torch: a config can be
+read, checked and written without importing it. Whether a config fits a model is checked where it is applied, in
+``slim.resize_model``.
 """
 
 import operator
@@ -20,7 +21,7 @@ from ..files.plain_json import parse_json, read_limited, shortened, to_json
 from .index_ranges import ranges_text, read_ranges
 
 FORMAT = "timm-knapsack/channel-config"
-VERSION = 4  # 2 added ``kept``, 3 ``features`` and ``builder``, 4 ``removed``; a config is written as the least that does
+VERSION = 4  # 2 added ``kept``, 3 ``features`` and ``builder``, 4 ``removed``; written is the oldest that has all
 MAX_BYTES = 4 * 2**20  # the largest timm model's config is below 1 MB
 MAX_SIZE = 2**24  # no dim of a real model is larger; the base model sets the true limit
 MAX_BASE_ARG = 2**16  # image sizes, depths, widths: an untrusted file must not make timm build a huge model
