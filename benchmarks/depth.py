@@ -4,9 +4,9 @@
     python benchmarks/depth.py --models resnet56 resnet50 deit_tiny --images 1024
 
 For each network: a latency table of it (kept in a file), then `prune` to half of its own time without and with
-``blocks=True``, with the same images, and all three networks timed in turns, in a run of their own that the pruning never
-saw. Rows are appended as they come; a second call leaves out those that are there. ``--timer thread`` counts CPU time of
-one thread, which holds on a busy machine.
+``blocks=True``, with the same images, and all three networks timed in turns, in a run of their own that the pruning
+never saw. Rows are appended as they come; a second call leaves out those that are there. ``--timer thread`` counts CPU
+time of one thread, which holds on a busy machine.
 """
 
 import argparse
@@ -43,9 +43,8 @@ def main():
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write = writer(args.out)
     write(f"# python benchmarks/depth.py {shlex.join(sys.argv[1:])}")
-    write(
-        f"# {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {device_name(torch.device('cpu'))}, torch {torch.__version__}"
-    )
+    cpu = device_name(torch.device("cpu"))
+    write(f"# {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {cpu}, torch {torch.__version__}")
     write("# time: fraction of the original's, measured at the end (± its 95 % interval); loss: KL on the images given")
     for name in args.models:
         compare(name, args, write)

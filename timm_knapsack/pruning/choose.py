@@ -205,7 +205,10 @@ def _lines(shorter: Shorter, costs: Sequence[Cost], originals: Mapping[str, floa
             numbers = kind.count(model, size), kind.count(found.slim, size)
         else:  # by a formula: nothing to count, or nothing to count with, where one image is not enough
             cost = asked.get(name) or kind.cost(shorter.model, groups, None)
-            numbers = originals.get(name, cost.at(groups.sizes)), cost.at(found.counts)
+            whole = originals.get(name) or kind.cost(model, shorter.original_groups, None).at(
+                shorter.original_groups.sizes
+            )
+            numbers = whole, cost.at(found.counts)
         measured = found.measured.get(name, (None, None))
         yield CostLine(name, kind.label, kind.unit, numbers[0], limits.get(name), numbers[1], *measured)
 

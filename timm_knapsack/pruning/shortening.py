@@ -68,13 +68,10 @@ class Shorter:
         """The config of a network that was cut out of this one, with what is gone besides."""
         if not self.removed:
             return config
-
-        def inside(name: str) -> bool:
-            return any(f"{name}.".startswith(f"{gone}.") for gone in self.removed)
-
+        now = ChannelConfig(config.base, {}, removed=self.removed)
         tables = {key: getattr(config, key) for key in ("widths", "attributes", "kept", "removed")}  # of an earlier cut
-        tables = {key: {n: v for n, v in table.items() if not inside(n)} for key, table in tables.items()}
-        return replace(config, **{**tables, "removed": {**tables["removed"], **self.removed}})
+        left = {key: {n: v for n, v in table.items() if not now.lacks(n)} for key, table in tables.items()}
+        return replace(config, **{**left, "removed": {**left["removed"], **self.removed}})
 
 
 def shorten(

@@ -115,6 +115,16 @@ class ChannelConfig:
         """The same without ``kept``, which speaks of weights."""
         return replace(self, kept={})
 
+    def lacks(self, name: str) -> bool:
+        """Is this module, or the module of this parameter, gone?
+
+        Example:
+            >>> config = ChannelConfig("resnet18", {}, removed={"layer1.1": "identity"})
+            >>> config.lacks("layer1.1"), config.lacks("layer1.1.conv1.weight"), config.lacks("layer1.10")
+            (True, True, False)
+        """
+        return any(f"{name}.".startswith(f"{gone}.") for gone in self.removed)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain sorted dicts, as written to JSON."""
         data = {
