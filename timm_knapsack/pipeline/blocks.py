@@ -105,6 +105,8 @@ class _BlockSearch:
         if not self.tryout.enough:
             raise KnapsackError(f"blocks=True tries networks on images: it needs at least {LEAST_IMAGES} of them")
         self.tried: dict[int, float] = {}
+        if choice.trials and set(budget.asked) == {"macs"}:  # that network was tried, refitted on the same images
+            self.tried[0] = min(trial.loss for trial in choice.trials)
         self.most = 0  # branches that may go: with more gone, there would be room left in the budget
 
     def run(self) -> Choice:
