@@ -139,8 +139,8 @@ def test_blocks_go_and_the_folder_is_evaluated_reported_and_pruned_again(user, w
     monkeypatch.setattr("timm_knapsack.pipeline.trials.POWERS", (1.0,))  # fewer trials
     monkeypatch.setattr("timm_knapsack.pipeline.trials.Tryout.loss", lambda self, result: -len(result.report.blocks))
     save_file(timm.create_model("cifar_resnet8x2").state_dict(), work / "small.safetensors")
-    line = "--weights small.safetensors --data images --limit 16 --recover-images 16 --batch-size 16 --device cpu --blocks"
-    code, out, err = user(f"prune cifar_resnet8x2 {line} --budget macs=0.6 --out shorter")
+    line = "--weights small.safetensors --data images --limit 16 --recover-images 16 --batch-size 16 --device cpu"
+    code, out, err = user(f"prune cifar_resnet8x2 {line} --blocks --budget macs=0.6 --out shorter")
     assert code == 0 and "blocks removed: layer1.0" in out, err
     removed = json.loads((work / "shorter" / "channels.json").read_text())["removed"]
     assert removed == {"layer1.0": "identity"}

@@ -5,6 +5,7 @@ import torch
 from blocks_net import BRANCHES, blocks_net, images
 
 import timm_knapsack as tk
+from timm_knapsack.channels.verification import without_groups
 from timm_knapsack.costs.latency.cost import LatencyCost
 from timm_knapsack.costs.latency.time_surface import Surface
 from timm_knapsack.errors import KnapsackError
@@ -43,6 +44,18 @@ def test_groups_that_are_not_the_originals_are_refused(network):
     slim = slice_model(net, groups, {"blocks.0.conv1": [0, 2]})
     with pytest.raises(KnapsackError, match=r"channels of blocks\.0\.conv1 hang together in another way"):
         _matched(groups, tk.find_channel_groups(slim, torch.zeros(1, *SIZE)))
+
+
+def test_what_the_original_has_frozen_stays_frozen(network):
+    net, groups, _ = network
+    fewer = without_groups(groups, {groups.by_name["blocks.0.conv1"]: "a trial failed"})
+    branches, _ = find_branches(net, images()[0])
+    shorter = shorten(net, fewer, branches[1:2], branches, verify="none")
+    assert (
+        "blocks.0.conv1" not in shorter.groups.by_name and shorter.groups.frozen["blocks.0.conv1"] == "a trial failed"
+    )
+    assert shorter.groups.macs() == tk.count_macs(shorter.model, SIZE)
+    assert [fewer[number].name for number in shorter.left] == [group.name for group in shorter.groups]
 
 
 def test_slim_is_masked_and_macs_are_counted(network):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..channels.find_groups import find_channel_groups
+from ..channels.verification import without_groups
 from ..costs.cost import Cost
 from ..costs.kinds import COSTS
 from ..errors import KnapsackError
@@ -104,8 +105,17 @@ def shorten(
     shorter = without_modules(model, removed)
     example = torch.empty(groups.input_shape, device="meta", dtype=example_dtype(model))
     found = find_channel_groups(shorter, example, verify=verify)
+    found = without_groups(found, _frozen_before(groups, found))
     left = _matched(groups, found)
     return Shorter(model, groups, shorter, found, left, tuple(branch.name for branch in branches), removed)
+
+
+def _frozen_before(groups: ChannelGroups, found: ChannelGroups) -> dict[int, str]:
+    """``{number of a group: why it stays}`` for those that are frozen in the original, since a trial of them failed."""
+    owned = {(s.param, s.dim) for group in groups for s in group.slices}
+    free = [any((s.param, s.dim) in owned for s in group.slices if s.role) for group in found]
+    why = "it can't be cut in the network with all of its blocks"
+    return {i: groups.frozen.get(group.name, why) for i, group in enumerate(found) if not free[i]}
 
 
 def _matched(groups: ChannelGroups, found: ChannelGroups) -> tuple[int, ...]:
