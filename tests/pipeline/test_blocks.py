@@ -176,3 +176,26 @@ def test_a_timm_network_goes_all_the_way(tmp_path):
         distilling = DistillationModule(loaded, net, tk.DistillationConfig(ikd_at=at, ikd_init="selection"))
         assert torch.isfinite(distilling(x, torch.zeros(4, dtype=torch.long)).total)
         assert distilling.taps and not any(gone in tap.module for tap in distilling.taps)
+
+
+def test_one_branch_of_a_transformers_block_goes(tmp_path):
+    """Attention of one block, the MLP of another, all of a third: recovered, saved, created by timm, exported."""
+    torch.manual_seed(0)
+    net, x = timm.create_model("test_vit").eval(), torch.randn(8, 3, 160, 160)
+    with torch.no_grad():
+        net.head.weight.div_(net(x).std())
+    groups, (branches, _) = tk.find_channel_groups(net, verify="none"), find_branches(net, x)
+    gone = ("blocks.0.attn", "blocks.1.mlp", "blocks.2.attn", "blocks.2.mlp")
+    shorter = shorten(net, groups, [branch for branch in branches if branch.name in gone], branches, verify="none")
+    scores = {group.name: torch.rand(group.size, dtype=torch.float64) for group in shorter.groups}
+    result = tk.sweep(net, scores, [tk.Budget(macs=0.5)], shorter=shorter)[0]
+    assert result.report.blocks == gone and result.channel_config.removed["blocks.2"] == "identity"
+    before = measure_loss(result.model, net, [x], recovered=False).measured
+    tk.recover(result.model, net, [x], joint=0, views=False)
+    assert measure_loss(result.model, net, [x], recovered=True).measured < 0.5 * before
+    folder = tk.save_pretrained(result, tmp_path / "shorter")
+    loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    assert torch.equal(loaded(x), result.model.eval()(x))
+    assert tk.count_macs(loaded) == result.report.line("macs").counted
+    exported = torch.export.export(loaded, (x[:2],)).module()
+    torch.testing.assert_close(exported(x[:2]), loaded(x[:2]), rtol=1e-4, atol=1e-5)
