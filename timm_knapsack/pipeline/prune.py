@@ -63,8 +63,8 @@ def prune(
         recover: refit what is left on the images; by default wherever images are given, except with the paper's method.
         refine: then a few hundred gradient steps on the same images, without labels (`refine`): minutes, and closer
             to the original.
-        blocks: residual branches may go as a whole, where images show that this loses less than thinner layers do:
-            a budget of time gains most. ``result.report.blocks`` says which are gone.
+        blocks: residual branches may go as a whole, where images show that this loses less than thinner layers do;
+            meant for budgets of time. ``result.report.blocks`` says which are gone.
         steps: in how many steps the network is cut, refitted in between and its curves measured again.
         round_to: keep multiples of this many channels, as some hardware likes.
         min_keep: least number of units to keep in each group, or a fraction below 1 of its size.

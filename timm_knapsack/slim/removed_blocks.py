@@ -30,16 +30,16 @@ class Passage(nn.Module):
 
 
 class Zero(nn.Module):
-    """Returns a single zero, which can be added to a map of any shape.
+    """Returns a zero in the shape of its input, which takes no memory.
 
     Example:
         >>> import torch
-        >>> torch.ones(2) + Zero()(torch.ones(2, 3))
+        >>> torch.ones(2) + Zero()(torch.ones(2))
         tensor([1., 1.])
     """
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return x.new_zeros(())
+        return x.new_zeros(()).expand_as(x)
 
 
 def without_modules(model: nn.Module, removed: Mapping[str, str]) -> nn.Module:
