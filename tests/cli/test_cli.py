@@ -135,6 +135,25 @@ def test_stages_print_a_line_each_on_a_pipe_and_json_stands_alone(user):
     assert all(re.search(r"\d\.\d s$", line) for line in err.splitlines())
 
 
+def test_blocks_go_and_the_folder_is_evaluated_reported_and_pruned_again(user, work, monkeypatch):
+    monkeypatch.setattr("timm_knapsack.pipeline.trials.POWERS", (1.0,))  # fewer trials
+    monkeypatch.setattr("timm_knapsack.pipeline.trials.Tryout.loss", lambda self, result: -len(result.report.blocks))
+    save_file(timm.create_model("cifar_resnet8x2").state_dict(), work / "small.safetensors")
+    line = "--weights small.safetensors --data images --limit 16 --recover-images 16 --batch-size 16 --device cpu"
+    code, out, err = user(f"prune cifar_resnet8x2 {line} --blocks --budget macs=0.6 --out shorter")
+    assert code == 0 and "blocks removed: layer1.0" in out, err
+    removed = json.loads((work / "shorter" / "channels.json").read_text())["removed"]
+    assert removed == {"layer1.0": "identity"}
+    for then in ("evaluate shorter --data images --device cpu", "report shorter",
+                 "recover shorter --data images --limit 10 --batch-size 10 --device cpu",
+                 "prune shorter --criterion magnitude --budget macs=0.8 --out shorter-still"):  # fmt: skip
+        code, out, err = user(then)
+        assert code == 0, err
+    assert "blocks removed" in (work / "shorter" / "report.html").read_text()
+    assert json.loads((work / "shorter-still" / "channels.json").read_text())["removed"] == removed
+    assert "needs --data FOLDER" in user("prune cifar_resnet20 --blocks --budget macs=0.5 --no-pretrained --out n")[2]
+
+
 def test_the_help_of_run_names_every_stage(user):
     text = " ".join(user("run --help")[1].replace("│", " ").split())
     assert ", ".join(KEPT) in text

@@ -181,10 +181,10 @@ def _surviving(check: Check, fails: bool = True) -> ChannelGroups:
     for i, group in enumerate(check.groups):
         if group.size == 1:
             refused[i] = "a single unit, which must stay"
-    return _without(check.groups, refused) if refused else check.groups
+    return without_groups(check.groups, refused) if refused else check.groups
 
 
-def _without(groups: ChannelGroups, refused: dict[int, str]) -> ChannelGroups:
+def without_groups(groups: ChannelGroups, refused: dict[int, str]) -> ChannelGroups:
     """The same groups less those that can't be pruned; their widths become constants."""
     sizes = groups.sizes
     number = {old: new for new, old in enumerate(i for i in range(len(groups)) if i not in refused)}

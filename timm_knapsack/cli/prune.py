@@ -51,6 +51,9 @@ def prune(
         bool | None, typer.Option(help="Refit what is left on the images; not with the paper's method.")
     ] = None,
     refine: RefineOption = False,
+    blocks: Annotated[
+        bool, typer.Option(help="Residual blocks may go as a whole, where the images show that this loses less.")
+    ] = False,
     recover_images: Annotated[int, typer.Option(help="Images to recover with.")] = 1024,
     round_to: Annotated[int, typer.Option(help="Keep multiples of this many channels.")] = 1,
     min_keep: Annotated[
@@ -89,12 +92,14 @@ def prune(
     recover = method != "paper" if recover is None else recover
     if refine and (not recover or data.source is None):
         raise KnapsackError("--refine goes on from a recovered network: it needs --data FOLDER, and --recover")
+    if blocks and (not recover or data.source is None):
+        raise KnapsackError("--blocks tries networks on images: it needs --data FOLDER, and --recover")
     where = console.choose_device(device)
     min_keep = int(min_keep) if min_keep >= 1 else min_keep
     folder = console.check_new(out or f"{network.short_name}-pruned", overwrite)
     job = scoring_job(
         network, data, criterion or METHODS[method], labels, where, needs_data=scores is None, budget=wanted,
-        prune=PrunePart(round_to, min_keep, tuple(ignore or ())),
+        prune=PrunePart(round_to, min_keep, tuple(ignore or ()), blocks),
         recover=RecoverPart(recover_images, data.batch_size, refine),
     )  # fmt: skip
     job.folder = folder
@@ -119,8 +124,9 @@ def prune(
         )
         return
     console.print_costs(student.record.pruning, f"{network.model} → {folder}")
+    gone = f"blocks removed: {', '.join(result.report.blocks)}\n" if result.report.blocks else ""
     console.stdout().print(
-        f"{result.report.outcome}\nimport timm, timm_knapsack\n"
+        f"{result.report.outcome}\n{gone}import timm, timm_knapsack\n"
         f'model = timm.create_model("local-dir:{folder}", pretrained=True)',
         markup=False,
     )

@@ -6,7 +6,7 @@ measured network misses the budget.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -81,7 +81,7 @@ class Cost(ABC):
         solve: Callable[[float], Candidate | None],
         limit: float,
         model: nn.Module,
-        sizes: Sequence[int],
+        whole: float,
         absolute: bool = False,
     ) -> Candidate | None:
         """The network to take: what ``solve`` finds within the limit, unless measuring it tells otherwise.
@@ -89,10 +89,21 @@ class Cost(ABC):
         Args:
             solve: gives the best network whose cost, as ``at`` says, is at most a number; None if there is none.
             limit: what the budget allows.
-            model: the original, with ``sizes`` units in the groups.
+            model: the original.
+            whole: what the original costs, as ``at`` says.
             absolute: whether the budget was given as a number, and not as a part of the original's cost.
         """
         return solve(limit)
+
+    def shortened(self, removed: Collection[str], left: Sequence[int], sizes: Sequence[int]) -> "Cost | None":
+        """The same cost of the network less some of its modules; None where it has to be made of that network anew.
+
+        Args:
+            removed: modules that are gone, with all that is inside of them.
+            left: for each group of the shorter network, its number among the groups of this one.
+            sizes: units of each group of this one; those that are not left no longer change.
+        """
+        return None
 
     def layer_costs(
         self, model: nn.Module, slim: nn.Module, sizes: Sequence[int], kept: Sequence[int]

@@ -281,6 +281,8 @@ def _history(config: ChannelConfig, made: Mapping[str, Any]) -> str:
         + (f" with {code(dict(config.base_args))}" if config.base_args else "")
     ]
     pruning = made.get("pruning") or {}
+    if pruning.get("blocks"):
+        lines.append("- residual blocks removed as a whole: " + ", ".join(code(name) for name in pruning["blocks"]))
     scores, options = pruning.get("scores") or {}, pruning.get("options") or {}
     if scores:
         lines.append("- channel scores: " + ", ".join(f"{text(key)} {code(value)}" for key, value in scores.items()))
@@ -317,7 +319,8 @@ def layer_widths(config: ChannelConfig, base: nn.Module | None = None) -> list[t
         if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
             out = 1 if getattr(module, "transposed", False) else 0
             size = module.weight.shape[out]
-            layers.append((name, size, config.widths.get(f"{name}.weight", {}).get(out, size)))
+            kept = 0 if config.lacks(name) else config.widths.get(f"{name}.weight", {}).get(out, size)
+            layers.append((name, size, kept))
     return layers
 
 

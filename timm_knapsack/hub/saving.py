@@ -325,5 +325,7 @@ def _pruning(report: Any) -> dict[str, Any]:
         return {}
     data = report.to_dict()
     return {
-        k: data[k] for k in ("model", "value", "total_value", "upper_bound", "rounds", "scores", "options") if k in data
+        k: data[k]
+        for k in ("model", "value", "total_value", "upper_bound", "rounds", "scores", "options", "blocks")
+        if k in data and (k != "blocks" or data[k])
     }

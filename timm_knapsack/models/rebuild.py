@@ -150,12 +150,18 @@ def _without_head(config: ChannelConfig, base: nn.Module) -> ChannelConfig:
         unknown = set(config.widths) - names - {name for name, _ in named_tensors(whole)}
         if unknown:
             raise ChannelConfigError(f"widths: the base model {config.base!r} has no parameter {min(unknown)!r}")
+    if not set(config.removed) <= set(modules):
+        whole = base_on_meta(config, _without(config.base_args, {"num_classes"}))
+        unknown = set(config.removed) - {name for name, _ in whole.named_modules()}
+        if unknown:
+            raise ChannelConfigError(f"removed: the base model {config.base!r} has no module {min(unknown)!r}")
     attributes = {m: {p: v for p, v in paths.items() if has(m, p)} for m, paths in config.attributes.items()}
     return dataclasses.replace(
         config,
         widths={name: dims for name, dims in config.widths.items() if name in names},
         attributes={module: paths for module, paths in attributes.items() if paths},
         kept={name: dims for name, dims in config.kept.items() if name in names},
+        removed={name: how for name, how in config.removed.items() if name in modules},
     )
 
 

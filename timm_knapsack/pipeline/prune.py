@@ -18,14 +18,13 @@ from ..recovery.closed_form import recover_layers
 from ..recovery.refinement import refine_steps
 from ..slim.channel_groups import ChannelGroups
 from ..slim.wrappers import bare, for_images, in_full_precision, like_precision
-from ..values.curves import ValueCurves
 from ..values.gradient_pass import taylor_scores
 from ..values.group_values import GroupValues
 from ..values.valuation import CRITERIA, METHODS, value_channels
+from .blocks import choose_by_trial
 from .measured_loss import collapse_warning, measure_loss
 from .narrower_heads import turn_heads
 from .steps import choose_in_steps
-from .trials import Trial, choose_power, with_trials
 
 
 def prune(
@@ -37,6 +36,7 @@ def prune(
     method: str | None = None,
     recover: bool | None = None,
     refine: bool = False,
+    blocks: bool = False,
     steps: int = 1,
     round_to: int = 1,
     min_keep: float = 1,
@@ -66,6 +66,8 @@ def prune(
         recover: refit what is left on the images; by default wherever images are given, except with the paper's method.
         refine: then a few hundred gradient steps on the same images, without labels (`refine`): minutes, and closer
             to the original.
+        blocks: residual branches may go as a whole, where images show that this loses less than thinner layers do;
+            meant for budgets of time. ``result.report.blocks`` says which are gone.
         steps: in how many steps the network is cut, refitted in between and its curves measured again.
         round_to: keep multiples of this many channels, as some hardware likes.
         min_keep: least number of units to keep in each group, or a fraction below 1 of its size.
@@ -81,6 +83,10 @@ def prune(
         cost            original         asked       counted     left
         macs         ...
         >>> smaller = result.model
+        >>> more = [torch.randn(16, 3, 32, 32)]
+        >>> report = prune(model, more, budget=Budget(macs=0.4), blocks=True).report
+        >>> [block for block in report.blocks if block not in report.block_losses]
+        []
     """
     if not isinstance(budget, Budget):
         raise BudgetError(f"budget must be a Budget, such as Budget(macs=0.5), got {budget!r}")
@@ -102,20 +108,20 @@ def prune(
         scores = value_channels(model, groups, loader, criterion, **scoring)
     options = {"round_to": round_to, "min_keep": min_keep, "ignore": ignore, "bounds": bounds}
     recover = loader is not None and method != "paper" if recover is None else recover
-    trials: tuple[Trial, ...] = ()
-    if recover and isinstance(scores, ValueCurves):
-        scores, trials = choose_power(model, scores, budget, loader, groups=groups, **options)
-    result = choose_in_steps(
-        model, scores, budget, loader if recover else None, groups=groups, steps=steps, base_args=base_args, **options
+    choice = choose_by_trial(
+        model, scores, budget, loader if recover else None, groups=groups, blocks=blocks, **options
     )
+    result = choose_in_steps(
+        model, choice.values, budget, loader if recover else None, groups=choice.groups, steps=steps,
+        base_args=base_args, shorter=choice.shorter, **options,
+    )  # fmt: skip
     if loader is None:
         return replace(result, model=_as_it_was(result.model, model, own))
     if recover:
         recover_layers(result.model, model, loader, kept=result.kept_channels)
     if refine:
         refine_steps(result.model, model, loader, kept=result.kept_channels)
-    report = with_trials(result.report, trials)
-    report = replace(report, loss=measure_loss(result.model, model, loader, recovered=recover))
+    report = replace(choice.noted(result.report), loss=measure_loss(result.model, model, loader, recovered=recover))
     if warning := collapse_warning(report.model, report.loss, report.group_losses):
         warnings.warn(warning, stacklevel=2)
     return replace(result, report=report, model=_as_it_was(result.model, model, own))

@@ -107,6 +107,7 @@ class PrunePart:
     round_to: int = 1
     min_keep: float = 1
     ignore: tuple[str, ...] = ()
+    blocks: bool = False
 
 
 @dataclass(frozen=True)

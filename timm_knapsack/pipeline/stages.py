@@ -31,17 +31,16 @@ from ..slim.tensor_files import write_tensors
 from ..training.evaluation import evaluate
 from ..training.finetuning import finetune
 from ..values.curves import FORMAT as CURVES
-from ..values.curves import ValueCurves
 from ..values.valuation import CRITERIA, load_values, value_channels
 from ..values.value_files import format_of
 from .baselines import RECOVERED, smaller_images
+from .blocks import choose_by_trial
 from .loaders import PURPOSES, count_images, hold_out, on_the_hub
 from .measured_loss import collapse_warning, measure_loss
 from .narrower_heads import turn_heads
 from .recipe import finetune_config
 from .saving import save_run
 from .stage import Job, Stage, Student, run_stages
-from .trials import choose_power, with_trials
 
 # ---- what is there before anything is pruned ----------------------------------------------------------------------
 
@@ -124,13 +123,15 @@ def _prune(job: Job) -> str:
     budget = job.settings.budget
     if not isinstance(budget, Budget):
         budget = Budget(**budget, table=job.get("table"))
-    options, values, trials = {"groups": job["groups"], **asdict(job.settings.prune)}, job["scores"], ()
-    if isinstance(values, ValueCurves) and (images := job.get("recovery")) is not None:  # it will be refitted
-        values, trials = choose_power(job["base"], values, budget, images, **options)
-    result = sweep(job["base"], values, [budget], base_args=job.source.base_args, **options)[0]
-    result = replace(result, report=with_trials(result.report, trials))
+    options = asdict(job.settings.prune)
+    blocks = options.pop("blocks")
+    images = job.get("recovery")  # where there are some, it will be refitted
+    choice = choose_by_trial(job["base"], job["scores"], budget, images, groups=job["groups"], blocks=blocks, **options)
+    args = {"shorter": choice.shorter, "base_args": job.source.base_args}
+    result = sweep(job["base"], choice.values, [budget], **args, **options)[0]
+    result = replace(result, report=choice.noted(result.report))
     student = Student(result.model, RunRecord.of_pruning(result, job.source.to_dict()), result=result)
-    student.record.add_curves(values, job["groups"], result.keep)
+    student.record.add_curves(choice.values, choice.groups, result.keep)
     if (loader := job.get("calibration")) is not None:  # recovery, where it follows, measures again
         student = student.measured(measure_loss(student.model, job["base"], loader, recovered=False))
     job.made["student"] = student

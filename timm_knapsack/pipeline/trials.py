@@ -17,7 +17,7 @@ from ..maps.batches import image_batches
 from ..maps.views import random_views
 from ..pruning.budget import Budget
 from ..pruning.choose import sweep
-from ..pruning.result import PruneReport
+from ..pruning.result import PruneReport, PruneResult
 from ..recovery.closed_form import recover_layers
 from ..slim.channel_groups import ChannelGroups
 from ..values.curves import ValueCurves
@@ -29,6 +29,31 @@ log = logging.getLogger(__name__)
 POWERS = (0.6, 0.8, 1.0, 1.3, 1.7, 2.3)
 IMAGES = 384  # at most: the candidates see the same ones, so differences show
 LEAST_IMAGES = 16
+
+
+class Tryout:
+    """What a network loses that is quickly refitted, on images that no fit has seen; the same ones for all networks.
+
+    Args:
+        loader: images; at most 384 are used, and with fewer than 16 there is nothing to try (``enough``).
+
+    Example:
+        >>> tryout = Tryout(model, [torch.randn(16, 3, 32, 32)])
+        >>> tryout.enough, len(tryout.fitted[0]), sum(map(len, tryout.held))     # of those held out, views as well
+        (True, 12, 8)
+    """
+
+    def __init__(self, model: nn.Module, loader: Iterable):
+        self.model = model
+        batches = image_batches(loader, IMAGES, next(model.parameters()).device)
+        self.enough = sum(map(len, batches)) >= LEAST_IMAGES
+        self.fitted, self.seen = split_held_out(batches) if self.enough else ([], [])
+        self.held = self.seen + [random_views(x, seed=number, share=1.0) for number, x in enumerate(self.seen)]
+
+    def loss(self, result: PruneResult) -> float:
+        """Refits the result's network, in place."""
+        recover_layers(result.model, self.model, self.fitted, kept=result.kept_channels, joint=0, views=False)
+        return measure_loss(result.model, self.model, self.held, recovered=True).measured
 
 
 @dataclass(frozen=True)
@@ -48,7 +73,7 @@ def choose_power(
 
     Args:
         loader: images; with fewer than 16 the curves stay as they are.
-        options: of `sweep`: limits of widths.
+        options: of `sweep`: limits of widths, ``shorter`` for a network without some blocks.
 
     Example:
         >>> curves = value_curves(model, groups, loader)
@@ -57,24 +82,21 @@ def choose_power(
         >>> min(trials, key=lambda trial: trial.loss).power == curves.power
         True
     """
-    batches = image_batches(loader, IMAGES, next(model.parameters()).device)
-    if sum(map(len, batches)) < LEAST_IMAGES:
+    tryout = Tryout(model, loader)
+    if not tryout.enough:
         return curves, ()
-    fitted, held = split_held_out(batches)
-    held = held + [random_views(images, seed=number, share=1.0) for number, images in enumerate(held)]
     if set(budget.asked) != {"macs"}:
-        keep = sweep(model, curves, [budget], groups=groups, **options)[0].keep
-        budget = Budget(macs=groups.macs([len(keep[group.name]) for group in groups]) / groups.macs())
+        macs = sweep(model, curves, [budget], groups=groups, **options)[0].report.line("macs")
+        budget = Budget(macs=macs.counted / macs.original)
     tried: dict[float, float] = {}
     known: dict[tuple, float] = {}  # widths that were tried already
 
     def loss(power: float) -> float:
         if power not in tried:
             result = sweep(model, curves.with_power(power), [budget], groups=groups, **options)[0]
-            key = tuple(tuple(result.keep[group.name].tolist()) for group in groups)
+            key = tuple(tuple(units.tolist()) for units in result.keep.values())
             if key not in known:
-                recover_layers(result.model, model, fitted, kept=result.kept_channels, joint=0, views=False)
-                known[key] = measure_loss(result.model, model, held, recovered=True).measured
+                known[key] = tryout.loss(result)
             tried[power] = known[key]
             log.info("losses added up by their power %.1f: the network loses %.4g", power, tried[power])
         return tried[power]

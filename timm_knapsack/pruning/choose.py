@@ -27,6 +27,7 @@ from ..values.scores import Scores
 from .budget import Budget
 from .limits import Limits
 from .result import CostLine, LayerLine, PruneReport, PruneResult
+from .shortening import Shorter
 from .width_search import ladder, search_widths
 
 
@@ -41,6 +42,7 @@ def sweep(
     bounds: Mapping[str, tuple[float, float]] | None = None,
     groups: ChannelGroups | None = None,
     base_args: Mapping[str, Any] | None = None,
+    shorter: Shorter | None = None,
 ) -> list[PruneResult]:
     """A whole family of pruned models from one set of values: one result for each budget. Nothing is refitted.
 
@@ -53,6 +55,8 @@ def sweep(
         bounds: ``{pattern: (least, most)}`` for single groups, as counts or fractions.
         groups: from `find_channel_groups`, to save tracing again.
         base_args: arguments of ``timm.create_model`` that the model was made with (``img_size=…``), for the config.
+        shorter: from `shorten`: cut this network, which lacks some blocks; ``scores`` are those of its groups, and
+            budgets are parts of what ``model``, which has them, costs.
 
     Example:
         >>> results = sweep(model, scores, [Budget(macs=f) for f in (0.7, 0.5, 0.3)])
@@ -63,21 +67,23 @@ def sweep(
         if not isinstance(budget, Budget):
             raise BudgetError(f"budget must be a Budget, such as Budget(macs=0.5), got {budget!r}")
     model = bare(model)
-    if groups is None:
-        groups = find_channel_groups(model)
+    if shorter is None:
+        shorter = Shorter.of_whole(model, find_channel_groups(model) if groups is None else groups)
+    groups = shorter.groups
     values = (scores if isinstance(scores, GroupValues) else Scores(scores)).checked(groups)
     if not len(groups):
         why = "; ".join(f"{name}: {reason}" for name, reason in list(groups.frozen.items())[:3])
         raise BudgetError(f"{model_name(model)} has no channels that can be removed: {why}")
     limits = Limits(groups, round_to, min_keep, ignore, bounds or {})
     ladders = [values.ladder(group) for group in groups]
-    return [_prune_once(model, groups, values, ladders, limits, budget, base_args) for budget in budgets]
+    return [_prune_once(shorter, values, ladders, limits, budget, base_args) for budget in budgets]
 
 
-def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits, budget, base_args) -> PruneResult:
+def _prune_once(shorter: Shorter, values, ladders: Sequence[Ladder], limits: Limits, budget, base_args) -> PruneResult:
     start = time.perf_counter()
-    costs = [COSTS[name].cost(model, groups, budget.table_of(name)) for name in budget.asked]
-    allowed = budget.limits({cost.name: cost.at(groups.sizes) for cost in costs})
+    original, model, groups = shorter.original, shorter.model, shorter.groups
+    costs, originals = shorter.costs(budget)
+    allowed = budget.limits(originals)
     offered = []
     for number, (group, whole) in enumerate(zip(groups, ladders, strict=True)):
         step = math.lcm(limits.step(group), *(int(cost.steps[number]) for cost in costs if cost.steps is not None))
@@ -98,14 +104,18 @@ def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits
         cost, *others = waiting
         absolute = not budget.amounts[cost.name].fraction
         return cost.settle(
-            lambda aim: settled({**aims, cost.name: aim}, others), aims[cost.name], model, groups.sizes, absolute
+            lambda aim: settled({**aims, cost.name: aim}, others),
+            aims[cost.name],
+            original,
+            originals[cost.name],
+            absolute,
         )
 
     frozen = dict(groups.frozen)
     while True:
         found = settled(allowed, costs)
         if found is None:
-            raise _unreachable(model, groups, frozen, offered, costs, allowed)
+            raise _unreachable(model, originals, frozen, offered, costs, allowed)
         wrong = differing(groups, model, found.keep)
         if not wrong:
             break
@@ -116,14 +126,15 @@ def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits
                 raise BudgetError(f"bounds do not leave {name} its {size} units, but {reason}")
             offered[number] = ladders[number].only(np.array([size]))
     solution, keep, slim = found.solution, found.keep, found.slim
-    config = _config(model, groups, keep, base_args)
+    config = shorter.recorded(_config(model, groups, keep, base_args))
     slim.channel_config = config
-    layers = {cost.name: cost.layer_costs(model, slim, groups.sizes, found.counts) for cost in costs}
+    layers = {cost.name: cost.layer_costs(original, slim, groups.sizes, found.counts) for cost in costs}
     report = PruneReport(
         model=model_name(model),
         input_size=tuple(groups.input_shape[1:]),
-        costs=tuple(_lines(model, groups, costs, allowed, found)),
-        layers=tuple(_layers(groups, keep)),
+        costs=tuple(_lines(shorter, costs, originals, allowed, found)),
+        layers=(*_layers(groups, keep), *_layers_gone(shorter)),
+        blocks=shorter.blocks,
         value=solution.value,
         total_value=float(sum(whole.value[-1] for whole in ladders)),
         upper_bound=solution.upper_bound,
@@ -135,7 +146,7 @@ def _prune_once(model, groups, values, ladders: Sequence[Ladder], limits: Limits
         predicted_loss=values.loss_of(solution.value),
         loss_gap=_loss_gap(values, solution),
         group_losses=_group_losses(values, groups, offered, found.counts),
-        loss_with_more=_loss_with_more(values, groups, offered, costs, allowed),
+        loss_with_more=_loss_with_more(values, originals, offered, costs, allowed),
         frozen=frozen,
         verified=groups.verified,
         verified_note=groups.verified_note,
@@ -161,28 +172,33 @@ def _loss_gap(values, solution) -> float | None:
     return None if predicted is None or least is None else predicted - least
 
 
-def _loss_with_more(values, groups, ladders, costs: Sequence[Cost], limits: Mapping[str, float]) -> float | None:
+def _loss_with_more(
+    values, originals: Mapping[str, float], ladders, costs: Sequence[Cost], limits: Mapping[str, float]
+) -> float | None:
     """The predicted loss if one more percent of what the original costs were allowed."""
     if values.loss_of(0.0) is None:
         return None
-    more = {cost.name: limits[cost.name] + 0.01 * cost.at(groups.sizes) for cost in costs}
+    more = {name: limit + 0.01 * originals[name] for name, limit in limits.items()}
     solution = search_widths(ladders, costs, more)
     return None if solution is None else values.loss_of(solution.value)
 
 
-def _unreachable(model, groups, reasons: Mapping[str, str], ladders, costs, limits) -> BudgetError:
+def _unreachable(
+    model, originals: Mapping[str, float], reasons: Mapping[str, str], ladders, costs, limits
+) -> BudgetError:
     least = [rung.counts[0] for rung in ladders]
     cost = next(cost for cost in costs if cost.at(least) > limits[cost.name])
     frozen = "; ".join(f"{name} ({reason})" for name, reason in list(reasons.items())[:4])
     return BudgetError(
         f"{model_name(model)} can't be pruned to {limits[cost.name]:.6g} {cost.unit}: the smallest reachable is "
-        f"{cost.at(least):.6g} of {cost.at(groups.sizes):.6g}. Frozen: {frozen or 'nothing'}. Ask for more, or relax "
+        f"{cost.at(least):.6g} of {originals[cost.name]:.6g}. Frozen: {frozen or 'nothing'}. Ask for more, or relax "
         "min_keep, round_to, bounds and ignore"
     )
 
 
-def _lines(model, groups, costs: Sequence[Cost], limits: Mapping[str, float], found: Candidate):
+def _lines(shorter: Shorter, costs: Sequence[Cost], originals: Mapping[str, float], limits, found: Candidate):
     """What every report shows comes first, then what else was asked for."""
+    model, groups = shorter.original, shorter.groups
     size = tuple(groups.input_shape[1:])
     asked = {cost.name: cost for cost in costs}
     for name in dict.fromkeys([*(name for name, kind in COSTS.items() if kind.always), *asked]):
@@ -190,8 +206,11 @@ def _lines(model, groups, costs: Sequence[Cost], limits: Mapping[str, float], fo
         if kind.count is not None and len(inputs_of(model)) <= 1:
             numbers = kind.count(model, size), kind.count(found.slim, size)
         else:  # by a formula: nothing to count, or nothing to count with, where one image is not enough
-            cost = asked.get(name) or kind.cost(model, groups, None)
-            numbers = cost.at(groups.sizes), cost.at(found.counts)
+            cost = asked.get(name) or kind.cost(shorter.model, groups, None)
+            whole = originals.get(name) or kind.cost(model, shorter.original_groups, None).at(
+                shorter.original_groups.sizes
+            )
+            numbers = whole, cost.at(found.counts)
         measured = found.measured.get(name, (None, None))
         yield CostLine(name, kind.label, kind.unit, numbers[0], limits.get(name), numbers[1], *measured)
 
@@ -206,6 +225,13 @@ def _layers(groups: ChannelGroups, keep: Mapping[str, Tensor]):
     for (param, dim), size in outputs.items():
         index = kept.get(param, {}).get(dim)
         yield LayerLine(param.rsplit(".", 1)[0], size, size if index is None else len(index))
+
+
+def _layers_gone(shorter: Shorter):
+    for group in shorter.original_groups:
+        for s in group.slices:
+            if s.role == "out" and s.param not in shorter.groups.shapes:
+                yield LayerLine(s.param.rsplit(".", 1)[0], shorter.original_groups.shapes[s.param][s.dim], 0)
 
 
 def _seen_args(model: nn.Module) -> dict[str, Any]:
@@ -234,5 +260,6 @@ def _config(model: nn.Module, groups: ChannelGroups, keep, base_args) -> Channel
         kept=composed(earlier, new.kept),
         features=earlier.features,
         builder=earlier.builder,
+        removed=earlier.removed,
         turned=tuple(turned_of(model)),
     )

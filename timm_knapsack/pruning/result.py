@@ -89,6 +89,9 @@ class PruneReport:
     group_losses: dict[str, float] = field(default_factory=dict)  # of each group alone, the largest first
     loss_with_more: float | None = None  # predicted, had one more percent of the original's cost been allowed
     trials: dict[str, float] = field(default_factory=dict)  # {power of the groups' losses: what was lost by it}
+    blocks: tuple[str, ...] = ()  # residual branches that are gone as a whole
+    block_losses: dict[str, float] = field(default_factory=dict)  # of each branch that could go, alone, not refitted
+    block_trials: dict[str, float] = field(default_factory=dict)  # {number of branches removed: what was lost by it}
     steps: int = 1  # with value curves: how often they were measured on the way
     loss: LossLine | None = None  # what was lost in fact, where images were given
     scores: dict[str, Any] = field(default_factory=dict)
@@ -116,6 +119,8 @@ class PruneReport:
                 left = c.measured / c.original_measured
                 rows.append(f"{'  measured':<10}{original:>10}{'':>10}{measured:>10}{left:>8.1%}")
         rows.append(self.outcome)
+        if self.blocks:
+            rows.append(f"blocks removed: {', '.join(self.blocks)}")
         if self.verified != "values" or self.verified_note:
             rows.append(f"verified by {self.verified}{f' ({self.verified_note})' if self.verified_note else ''}")
         return "\n".join(rows)

@@ -156,8 +156,9 @@ class _Recovery:
     def run(self) -> list[LayerFit]:
         fits: list[LayerFit] = []
         changed = False  # nothing is lost before the first layer that differs
-        last = self.ours.segments[-1]
+        last, gone = self.ours.segments[-1], self._first_behind_a_gap()
         for segment in self.ours.segments:
+            changed = changed or gone in segment.layers
             shapes = [(self.ours.modules[n].weight.shape, self.theirs.modules[n].weight.shape) for n in segment.layers]
             first = next((i for i, (mine, full) in enumerate(shapes) if mine != full), None)
             if changed or first is not None:
@@ -171,6 +172,12 @@ class _Recovery:
             if fit.skipped:
                 log.info("recover: %s is left as it was: %s", fit.name, fit.skipped)
         return fits
+
+    def _first_behind_a_gap(self) -> str | None:
+        """The student's first layer that runs behind one which only the teacher has (a block that is gone)."""
+        theirs = watch_execution(self.theirs.model, self.theirs.batches[self.theirs.probe]).order
+        gap = next((place for place, name in enumerate(theirs) if name not in self.execution.calls), len(theirs))
+        return next((name for name in theirs[gap:] if name in self.execution.calls), None)
 
     def _fit_segment(self, segment: Segment, names: tuple[str, ...], is_last: bool) -> list[LayerFit]:
         tap = self.taps.get(segment.name)

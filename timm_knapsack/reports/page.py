@@ -321,6 +321,7 @@ def _details(record: RunRecord) -> str:
         "scores": ", ".join(f"{k} {v}" for k, v in pruning.get("scores", {}).items() if v not in ("", 0)),
         "input": " × ".join(str(n) for n in pruning.get("input_size", ())),
         "solver": f"{pruning.get('rounds', 0)} re-costed knapsacks, {pruning.get('seconds', 0):.2f} s",
+        "blocks removed": ", ".join(pruning.get("blocks", ())),
         "frozen": "; ".join(f"{name}: {reason}" for name, reason in list(pruning.get("frozen", {}).items())[:12]),
     }
     for name, about in pruning.get("options", {}).items():

@@ -1,9 +1,10 @@
 """ChannelConfig: the JSON that rebuilds a pruned architecture from its base timm model, without data or tracing.
 
-It stores what changed and nothing else: the new size of each parameter dim, and each number that a module has baked
-in (``num_heads``, ``groups``, ``feature_info`` …). A dim that is not named keeps the base model's size, so
-``num_classes`` and ``in_chans`` stay free. This module knows no torch: a config can be read, checked and written
-without importing it. Whether a config fits a model is checked where it is applied, in ``slim.resize_model``.
+It stores what changed and nothing else: the new size of each parameter dim, each number that a module has baked in
+(``num_heads``, ``groups``, ``feature_info`` …), and each module that is gone with its block. A dim that is not named
+keeps the base model's size, so ``num_classes`` and ``in_chans`` stay free. This module knows no torch: a config can be
+read, checked and written without importing it. Whether a config fits a model is checked where it is applied, in
+``slim.resize_model``.
 """
 
 import operator
@@ -20,7 +21,7 @@ from ..files.plain_json import parse_json, read_limited, shortened, to_json
 from .index_ranges import ranges_text, read_ranges
 
 FORMAT = "timm-knapsack/channel-config"
-VERSION = 4  # 2 added ``kept``, 3 ``features`` and ``builder``, 4 ``turned``; without them an earlier one is written
+VERSION = 4  # 2 added ``kept``, 3 ``features``, ``builder``, 4 ``removed``, ``turned``; written is the oldest that does
 MAX_BYTES = 4 * 2**20  # the largest timm model's config is below 1 MB
 MAX_SIZE = 2**24  # no dim of a real model is larger; the base model sets the true limit
 MAX_BASE_ARG = 2**16  # image sizes, depths, widths: an untrusted file must not make timm build a huge model
@@ -37,7 +38,9 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9_]{1,200}")
 _DOTTED = re.compile(r"[A-Za-z0-9_]{1,120}(\.[A-Za-z0-9_]{1,120}){0,40}")
 _BUILDER = re.compile(r"[A-Za-z_]\w{0,120}(\.[A-Za-z_]\w{0,120}){0,20}:[A-Za-z_]\w{0,120}", re.ASCII)
 _REQUIRED = ("format", "version", "base", "widths")
-_OPTIONAL = ("attributes", "base_args", "name", "kept", "features", "builder", "turned")
+_OPTIONAL = ("attributes", "base_args", "name", "kept", "features", "builder", "removed", "turned")
+
+IDENTITY, ZERO = "identity", "zero"  # what a module that is gone returns
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class ChannelConfig:
             ``{"class": "FeatureListNet", "out_indices": (1, 2, 3)}``. All names are then those of that class.
         builder: ``"package.module:function"`` that makes a base which timm does not know. It is a note: whoever loads
             the network names the function again, and only that one is called.
+        removed: modules that are gone, and what stands in their place: ``{"layer1.1": "identity"}`` for a whole block,
+            ``{"blocks.3.norm1": "identity", "blocks.3.attn": "zero"}`` for one of its branches.
         turned: attention modules whose heads were turned before they were cut (`slim.turned_heads`): what ``kept`` says
             of them counts in the turned base. Rebuilding does not need it either.
 
@@ -75,6 +80,7 @@ class ChannelConfig:
     kept: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
     features: Mapping[str, Any] = field(default_factory=dict)
     builder: str | None = None
+    removed: Mapping[str, str] = field(default_factory=dict)
     turned: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -88,20 +94,22 @@ class ChannelConfig:
         object.__setattr__(self, "features", _frozen_features(self.features))
         if self.builder is not None:
             check_builder_name(self.builder)
+        object.__setattr__(self, "removed", _frozen_removed(self.removed))
         object.__setattr__(self, "turned", _frozen_names(self.turned, "turned"))
 
     def __repr__(self):
         name = "" if self.name is None else f", name={self.name!r}"
-        return f"ChannelConfig({self.base!r}, {len(self.widths)} tensors resized{name})"
+        removed = f", {len(self.removed)} modules removed" if self.removed else ""
+        return f"ChannelConfig({self.base!r}, {len(self.widths)} tensors resized{removed}{name})"
 
     def __hash__(self):
         return hash(self.to_json())
 
     def __reduce__(self):  # mapping proxies don't pickle or deep-copy; plain dicts do
         widths, attributes, kept = (_thawed(table) for table in (self.widths, self.attributes, self.kept))
-        features = dict(self.features)
+        features, removed = dict(self.features), dict(self.removed)
         return ChannelConfig, (
-            self.base, widths, attributes, dict(self.base_args), self.name, kept, features, self.builder,
+            self.base, widths, attributes, dict(self.base_args), self.name, kept, features, self.builder, removed,
             self.turned,
         )  # fmt: skip
 
@@ -113,11 +121,21 @@ class ChannelConfig:
         """The same without ``kept`` and ``turned``, which speak of weights."""
         return replace(self, kept={}, turned=())
 
+    def lacks(self, name: str) -> bool:
+        """Is this module, or the module of this parameter, gone?
+
+        Example:
+            >>> config = ChannelConfig("resnet18", {}, removed={"layer1.1": "identity"})
+            >>> config.lacks("layer1.1"), config.lacks("layer1.1.conv1.weight"), config.lacks("layer1.10")
+            (True, True, False)
+        """
+        return any(f"{name}.".startswith(f"{gone}.") for gone in self.removed)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain sorted dicts, as written to JSON."""
         data = {
             "format": FORMAT,
-            "version": 4 if self.turned else 3 if self.features or self.builder else 2 if self.kept else 1,
+            "version": self._version,
             "base": self.base,
             "widths": {
                 param: {str(dim): size for dim, size in sorted(dims.items())}
@@ -139,9 +157,16 @@ class ChannelConfig:
             data["features"] = dict(sorted(self.features.items()))
         if self.builder is not None:
             data["builder"] = self.builder
+        if self.removed:
+            data["removed"] = dict(sorted(self.removed.items()))
         if self.turned:
             data["turned"] = list(self.turned)
         return data
+
+    @property
+    def _version(self) -> int:
+        """The oldest that has all that this config says."""
+        return 4 if self.removed or self.turned else 3 if self.features or self.builder else 2 if self.kept else 1
 
     def to_json(self) -> str:
         return to_json(self.to_dict(), sort_keys=True)
@@ -183,6 +208,7 @@ class ChannelConfig:
             kept=data.get("kept", {}),
             features=data.get("features", {}),
             builder=data.get("builder"),
+            removed=data.get("removed", {}),
             turned=data.get("turned", ()),
         )
 
@@ -330,6 +356,21 @@ def _frozen_names(names: Any, key: str) -> tuple[str, ...]:
         if not isinstance(name, str) or not _DOTTED.fullmatch(name):
             raise ChannelConfigError(f"{key}: {shortened(name)} is not a dotted name")
     return tuple(sorted(set(names)))
+
+
+def _frozen_removed(removed: Any) -> Mapping[str, str]:
+    if not isinstance(removed, Mapping):
+        raise ChannelConfigError(f"removed is {shortened(removed)}, expected an object")
+    for name, how in removed.items():
+        if not isinstance(name, str) or not _DOTTED.fullmatch(name):
+            raise ChannelConfigError(f"removed: {shortened(name)} is not a dotted name")
+        if how not in (IDENTITY, ZERO):
+            raise ChannelConfigError(f"removed[{name!r}] is {shortened(how)}, expected {IDENTITY!r} or {ZERO!r}")
+        parts = name.split(".")
+        around = next((outer for end in range(1, len(parts)) if (outer := ".".join(parts[:end])) in removed), None)
+        if around is not None:
+            raise ChannelConfigError(f"removed names {name!r}, which is gone with {around!r}")
+    return MappingProxyType(dict(removed))
 
 
 def _text_of(index: Any, place: str) -> str:

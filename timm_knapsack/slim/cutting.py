@@ -12,6 +12,7 @@ from .channel_config import ChannelConfig
 from .channel_groups import ChannelGroups
 from .copying import copy_with, named_tensors
 from .kept_channels import layer_of
+from .removed_blocks import without_modules
 from .wrappers import bare
 
 
@@ -161,6 +162,8 @@ def resize_model(model: nn.Module, config: ChannelConfig) -> nn.Module:
         >>> resize_model(base, config).layer1[0].conv1
         Conv2d(64, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False)
     """
+    if config.removed:
+        model = without_modules(model, config.removed)
     tensors = dict(named_tensors(model))
     for name, dims in config.widths.items():
         if name not in tensors:

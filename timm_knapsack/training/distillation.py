@@ -25,6 +25,7 @@ from ..errors import TrainingError
 from ..maps.batches import images_of
 from ..maps.distance import class_scores, output_distance
 from ..maps.taps import Tap, find_taps, listen, makers_at
+from ..slim.channel_config import ChannelConfig
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
 
@@ -185,6 +186,9 @@ class DistillationModule(nn.Module):
         config, student, teacher = self.config, self.student, self.teacher
         if config.ikd_weight:
             self.taps = find_taps(teacher, config.ikd_at, example)
+            own = getattr(student, "channel_config", None)
+            if isinstance(config.ikd_at, str) and isinstance(own, ChannelConfig):  # blocks that are gone have no maps
+                self.taps = [tap for tap in self.taps if not own.lacks(tap.module)]
             for tap in self.taps:
                 _check_in_student(student, tap)
         with eval_mode(student), torch.no_grad():

@@ -51,13 +51,14 @@ def settle(
     solve: Callable[[float], Candidate | None],
     limit: float,
     model: nn.Module,
-    sizes: Sequence[int],
+    whole: float,
     absolute: bool,
 ) -> Candidate | None:
     """Solve, measure the result, correct what the search aims at, and solve again; the best choice wins.
 
     Args:
         cost: predicts times with ``at`` and measures them with ``compare``.
+        whole: what the original takes, as predicted.
         absolute: whether the budget is a time, and not a fraction of the original's.
     """
     aim = limit
@@ -70,7 +71,7 @@ def settle(
         if comparison is None:
             return candidate
         predicted = cost.at(candidate.counts)
-        measured = comparison.latencies[1].median if absolute else comparison.ratios[1] * cost.at(sizes)
+        measured = comparison.latencies[1].median if absolute else comparison.ratios[1] * whole
         choices.append(Choice(candidate, comparison, predicted / limit, math.log(measured / predicted)))
         miss = choices[-1].miss(choices)
         idle = predicted < aim * 0.97  # another budget, or nothing left to keep, decides

@@ -1,5 +1,6 @@
 """Measured time as a function of the kept units of each group: the `latency` cost of a budget. Unit: seconds."""
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 
@@ -125,6 +126,20 @@ class LatencyCost(Cost):
         bottom = v[rows, i + 1, j] * (1 - b) + v[rows, i + 1, j + 1] * b
         return top * (1 - a) + bottom * a
 
+    def shortened(self, removed, left, sizes):
+        """A layer that is gone takes no time; what surrounds the layers is taken to stay, until it is measured."""
+        rows = [i for i, name in enumerate(self.names) if not any(f"{name}.".startswith(f"{r}.") for r in removed)]
+        gone = [group for group in range(len(sizes)) if group not in set(left)]
+        shorter = copy.copy(self)
+        shorter.names = [self.names[i] for i in rows]
+        shorter.steps = None if self.steps is None else [self.steps[group] for group in left]
+        fixed = self._fixed + self._units[:, :, gone] @ np.asarray(sizes, dtype=float)[gone]
+        shorter._fixed, shorter._units = fixed[:, rows], self._units[:, rows][:, :, list(left)]
+        for name in ("_knots", "_last", "_ends", "_windows"):
+            setattr(shorter, name, getattr(self, name)[:, rows])
+        shorter._values, shorter._stairs = self._values[rows], self._stairs[rows]
+        return shorter
+
     # ---- on the device
 
     def compare(self, model: nn.Module, slim: nn.Module) -> Comparison | None:
@@ -137,9 +152,9 @@ class LatencyCost(Cost):
             runs = [self._original[1], self.conditions.started(slim)]
         return time_in_turns(self.conditions, runs, max_seconds=self._check_seconds, clock=self._clock)
 
-    def settle(self, solve, limit, model, sizes, absolute=False):
+    def settle(self, solve, limit, model, whole, absolute=False):
         """Measure what was solved for; where it misses the budget, aim elsewhere and solve again."""
-        return correction.settle(self, solve, limit, model, sizes, absolute)
+        return correction.settle(self, solve, limit, model, whole, absolute)
 
     def layer_costs(self, model, slim, sizes, kept, passes: int = 5):
         """Seconds layer by layer: original, predicted, measured."""

@@ -1,0 +1,90 @@
+"""Do blocks pay? Widths alone against widths and whole blocks, at the same measured time, top-1 after recovery.
+
+    python benchmarks/depth.py --models resnet56 --images 512
+    python benchmarks/depth.py --models resnet56 resnet50 deit_tiny --images 1024
+
+For each network: a latency table of it (kept in a file), then `prune` to half of its own time without and with
+``blocks=True``, with the same images, and all three networks timed in turns, in a run of their own that the pruning
+never saw. Rows are appended as they come; a second call leaves out those that are there. ``--timer thread`` counts CPU
+time of one thread, which holds on a busy machine.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from output import writer
+from real_networks import NETWORKS
+
+import timm_knapsack as tk
+from timm_knapsack.costs.latency.table import LatencyTable, compare_latency, device_name
+
+RESULTS = Path(__file__).parent / "results" / "depth.txt"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["resnet56", "resnet50", "deit_tiny"])
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--budget", type=float, default=0.5)
+    parser.add_argument("--images", type=int, default=1024, help="to value and recover with")
+    parser.add_argument("--test-images", type=int, default=None)
+    parser.add_argument("--timer", default="thread")
+    parser.add_argument("--table-seconds", type=float, default=120)
+    parser.add_argument("--check-seconds", type=float, default=10)
+    parser.add_argument("--tables", type=Path, default=Path.home() / ".cache/timm-knapsack/latency")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write = writer(args.out)
+    write(f"# python benchmarks/depth.py {shlex.join(sys.argv[1:])}")
+    cpu = device_name(torch.device("cpu"))
+    write(f"# {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {cpu}, torch {torch.__version__}")
+    write("# time: fraction of the original's, measured at the end (± its 95 % interval); loss: KL on the images given")
+    for name in args.models:
+        compare(name, args, write)
+
+
+def compare(name: str, args, write) -> None:
+    net = NETWORKS[name]()
+    key = f"{name:<10} batch {args.batch_size} time {args.budget:.2f} images {args.images:<5}"
+    done = args.out.read_text()
+    if f"{key} blocks" in done:
+        return
+    groups = tk.find_channel_groups(net.model)
+    path = args.tables / f"{name}-real-torch-b{args.batch_size}-t1-{args.timer}.json"
+    options = {"batch_size": args.batch_size, "timer": args.timer, "path": path, "max_seconds": args.table_seconds}
+    table = LatencyTable.measure(net.model, groups, **options)
+    table.check_seconds = args.check_seconds
+    batches = list(net.train(limit=args.images, batch_size=64))
+    curves = tk.value_curves(net.model, groups, batches)
+    results = {}
+    for what, blocks in (("widths", False), ("blocks", True)):
+        start = time.monotonic()
+        budget = tk.Budget(latency=args.budget, table=table)
+        result = tk.prune(net.model, batches, scores=curves, groups=groups, budget=budget, blocks=blocks)
+        results[what] = result, time.monotonic() - start
+    networks = [net.model, *(result.model for result, _ in results.values())]
+    limits = {"precision": 0.01, "max_seconds": 3 * args.check_seconds}
+    check = compare_latency(networks, batch_size=args.batch_size, timer=args.timer, **limits)
+    test = {"batch_size": 250, "limit": args.test_images}
+    top1 = [tk.evaluate(network, net.test(**test))["top1"] for network in networks]
+    for (what, (result, seconds)), ratio, error, own in zip(
+        results.items(), check.ratios[1:], check.uncertainty[1:], top1[1:], strict=True
+    ):
+        macs, report = result.report.line("macs"), result.report
+        write(
+            f"{key} {what:<7} top-1 {own:.2f} of {top1[0]:.2f}, time {ratio:.3f} ± {error:.1%}, MACs "
+            f"{macs.counted / macs.original:.3f}, loss {report.loss.measured:.4g}, removed {len(report.blocks)} of "
+            f"{len(report.block_losses)}: {' '.join(report.blocks) or '-'}; trials "
+            f"{ {int(n): round(loss, 4) for n, loss in report.block_trials.items()} }; {seconds:.0f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
