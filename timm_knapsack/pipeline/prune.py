@@ -76,7 +76,7 @@ def prune(
         >>> result = prune(model, loader, budget=Budget(macs=0.5))
         >>> print(result.report)
         cost            original         asked       counted     left
-        macs         ...
+        MACs         ...
         >>> smaller = result.model
     """
     if not isinstance(budget, Budget):
