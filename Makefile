@@ -57,12 +57,13 @@ docs: $(READY)
 images: quickstart docs
 	$(BIN)/python docs/images/make_images.py quickstart/model site
 
-# sdist and wheel in dist/, checked; tests/test_release.py installs the wheel and uses it.
+# sdist and wheel in dist/, checked; the wheel installed and used, beside this environment and in an empty one (minutes).
 release: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --quiet
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_release.py
+	$(BIN)/python tests/fresh_wheel.py dist
 
 # The oldest versions that pyproject.toml admits, beside the pinned torch, in an environment of their own.
 compat:
@@ -70,6 +71,7 @@ compat:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing what is needed into $(VENV): minutes, the first time"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	$(BIN)/timm-knapsack doctor --fix
 	touch $@

@@ -2,7 +2,8 @@
 
     python tests/compat.py .venv-compat
 
-torch and torchvision stay at what constraints.txt pins, and so does what is not a dependency of the package itself.
+torch and torchvision stay at what constraints.txt pins; everything else is what pip finds beside them. What came of it
+is in docs/reliability.md.
 """
 
 import re
@@ -31,7 +32,7 @@ def main(folder: str) -> int:
     exact = [f"{name}=={version}" for name, version in oldest.items()]
     test = "pytest>=8.2 pytest-xdist hypothesis matplotlib scikit-learn nbclient nbformat ipykernel".split()
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if subprocess.run([*pip, *pinned, *exact, *test, "-e", str(ROOT)]).returncode:
+    if subprocess.run([*pip, *pinned, *exact, *test, "-e", f"{ROOT}[onnxruntime]"]).returncode:
         return 1
     subprocess.run([python, "-m", "timm_knapsack", "doctor", "--fix"], check=True)
     leave_out = "not browser and not slow"

@@ -60,7 +60,8 @@ def test_the_python_blocks_of_the_readme_run_in_order(after_quickstart):
 
 def test_the_shell_blocks_of_the_readme_run_in_order(after_quickstart):
     """CI itself begins with the set-up (make, pip)."""
-    lines = [line for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines() if line]
+    wrapped = [block.replace("\\\n", " ") for block in blocks(ROOT / "README.md", "sh")]
+    lines = [line for block in wrapped for line in block.splitlines() if line]
     commands = [line.partition(" #")[0] for line in lines if not line.startswith(("make ", "pip "))]
     assert len(commands) == len(lines) - 2 > 6
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -76,6 +76,10 @@ class CheckpointError(KnapsackError):
     """A checkpoint or weights file that does not fit."""
 
 
+class StoppedError(KnapsackError):
+    """Work that a signal stopped before its end, with the way to go on."""
+
+
 class RecipeError(KnapsackError):
     """A recipe with an unknown key or an impossible value."""
 

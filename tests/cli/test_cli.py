@@ -14,6 +14,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from timm_knapsack.cli import app as cli
+from timm_knapsack.costs.latency.table import LatencyTable
+from timm_knapsack.errors import KnapsackError
 from timm_knapsack.pipeline.recipe_run import KEPT
 from timm_knapsack.pipeline.stages import STAGES
 
@@ -130,7 +132,7 @@ def test_stages_print_a_line_each_on_a_pipe_and_json_stands_alone(user):
     line = "--weights weights.safetensors --data images --limit 10 --recover-images 10 --batch-size 10 --device cpu"
     code, out, err = user(f"prune cifar_resnet20 {line} --budget macs=0.5 --out lines --json")
     assert code == 0 and json.loads(out)["folder"].endswith("lines")
-    stages = [line.partition(":")[0] for line in err.splitlines()]
+    stages = [line.partition(":")[0] for line in err.splitlines() if "still running" not in line]
     assert stages == ["model", "data", "groups", "score", "prune", "recover", "save"]
     assert all(re.search(r"\d\.\d s$", line) for line in err.splitlines())
 
@@ -224,6 +226,18 @@ MISTAKES = {
     "no data": ("evaluate resnet20-half", "--data FOLDER"),
     "not a pruned model": ("finetune images --data images", "is no folder with a pruned model"),
     "unreachable budget": (f"{P} --budget macs=0.0001 --data images --limit 10", "the smallest reachable is"),
+    "budget without a cost": (f"{P} --budget 50% --data images", "such as macs=50%"),
+    "no budget": (f"{P} --data images", "--budget macs=50%"),
+    "limit 0": (f"{P} --budget macs=0.5 --data images --limit 0", "--limit 0: give an integer of at least 1"),
+    "workers -1": (f"{P} --budget macs=0.5 --data images --workers -1", "--workers -1: give an integer"),
+    "recovery on no images": (f"{P} --budget macs=0.5 --data images --recover-images 0", "--no-recover"),
+    "no such scores": (f"{P} --budget macs=0.5 --data images --scores no.safetensors", "`timm-knapsack score` writes"),
+    "folder of weights": ("prune cifar_resnet20 --weights images --budget macs=0.5 --data images", "is a folder"),
+    "no such table": (f"{P} --budget latency=0.5 --latency-table no.json --data images", "`timm-knapsack latency`"),
+    "no epochs": ("finetune resnet20-half --data images --epochs 0", "--epochs must be a whole number"),
+    "trained onto itself": ("finetune resnet20-half --data images --out resnet20-half", "is the pruned model itself"),
+    "unreachable teacher": (
+        "finetune resnet20-half --data images --teacher-weights no.pth", "there is no weights file"),
 }  # fmt: skip
 
 
@@ -231,6 +245,24 @@ MISTAKES = {
 def test_mistake_is_answered_by_one_helpful_line(mistake, user):
     line, help_ = MISTAKES[mistake]
     check(user(line), help_)
+
+
+@pytest.mark.parametrize("wrong", ["--ignore nothing.*", "--ignore *", "--min-keep 999", "--round-to 0"])
+def test_limits_that_leave_nothing_to_choose_are_said_before_scoring(wrong, user):
+    result = user(f"{P} --budget macs=0.5 --data images --limit 10 {wrong}")
+    check(result, "matches no group" if "nothing" in wrong else "--round-to")
+    assert "score:" not in result[2] and "groups:" not in result[2]
+
+
+def test_a_budget_of_time_measures_its_table_first(user, monkeypatch):
+    def measured(model, **options):
+        raise KnapsackError(f"a table at batch {options['conditions'].batch_size}")
+
+    monkeypatch.setattr(LatencyTable, "measure", measured)
+    for amount in ("60%", "12ms"):
+        result = user(f"{P} --budget latency={amount} --data images --limit 10 --out timed")
+        check(result, "a table at batch 1")
+        assert "groups:" in result[2] and "score:" not in result[2]
 
 
 def check(result, help_: str, code: int = 2) -> None:
@@ -414,7 +446,7 @@ def test_ctrl_c_ends_training_with_a_checkpoint(user, work, monkeypatch):
     line = "finetune resnet20-half --data images --batch-size 10 --epochs 2 --out ctrl-c --device cpu"
     monkeypatch.setattr(finetuning._Run, "_update", interrupted)
     code, _, err = user(line)
-    assert code == 2 and "stopping after this step" in err and "go on with the same command and --resume" in err
+    assert code == 130 and "stopping after this step" in err and "go on with the same command and --resume" in err
     monkeypatch.undo()
     code, out, err = user(f"{line} --resume")
     assert code == 0 and "4 updates" in out, err

@@ -27,5 +27,5 @@ def test_a_file_that_holds_no_weights_is_named(tmp_path, data):
 @pytest.mark.parametrize("name", ["a.pth", "a.safetensors"])
 def test_a_file_that_is_empty_is_named(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=f"{name} can't be read as weights: "):
+    with pytest.raises(CheckpointError, match=f"{name} can't be read as weights .*write or download it again"):
         load_weights(nn.Linear(3, 2), tmp_path / name)

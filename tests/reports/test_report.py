@@ -259,12 +259,12 @@ def test_the_certificate_is_in_words():
     pruning = {"value": 1.5, "total_value": 3.0, "upper_bound": None}
     assert _cost_note(pruning) == "<p>This choice keeps 50.00% of the importance of all channels.</p>"
     assert "can do better than 66.67%: the solver has proved it" in _cost_note({**pruning, "upper_bound": 2.0})
-    assert "No other choice at this cost would keep more" in _cost_note({**pruning, "upper_bound": 1.5})
+    assert "By these values no other choice at this cost would keep more" in _cost_note({**pruning, "upper_bound": 1.5})
     # values of curves are powers of losses: what the bound leaves open is told as a loss
     curves = {"value": -0.3, "total_value": 0.0, "predicted_loss": 0.2, "upper_bound": -0.3, "loss_gap": 0.0}
-    assert "loses 0.2. No other choice at this cost would lose less" in _cost_note(curves)
+    assert "loses 0.2. By these values no other choice at this cost would lose less" in _cost_note(curves)
     measured = {**curves, "loss": {"kind": "KL divergence", "measured": 0.25}}
-    assert "loses 0.2 (KL divergence from the original's outputs; measured: 0.25). No other" in _cost_note(measured)
+    assert "loses 0.2 (KL divergence from the original's outputs; measured: 0.25). By" in _cost_note(measured)
     open_gap = {**curves, "upper_bound": -0.2, "loss_gap": 0.1}
     assert "can do better than 0.1: the solver has proved it" in _cost_note(open_gap)
 

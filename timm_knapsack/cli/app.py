@@ -4,6 +4,7 @@ import sys
 
 import typer
 
+from ..errors import StoppedError
 from ..version import __version__
 from .compare import compare
 from .console import listening_to_ctrl_c, one_line
@@ -26,8 +27,9 @@ from .sweep import sweep
 
 HELP = """Prune any timm image model to a budget, exactly, and get an ordinary timm model back.
 
-Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be, 130 stopped. --debug shows
-an error's trace. --plugin MODULE (or FILE.py) imports your own criteria, costs and op rules first."""
+Exit codes: 0 done, 1 something failed underway, 2 something asked for can't be, 130 stopped.
+
+--debug shows an error's trace. --plugin MODULE (or FILE.py) imports your own criteria, costs and op rules first."""
 
 STOPPED = 130  # the exit code of Ctrl-C in every shell, and what typer makes of it
 
@@ -68,6 +70,9 @@ def main(arguments: list[str] | None = None) -> None:
         code = getattr(end, "exit_code", getattr(end, "code", 0))
     except (typer.Abort, KeyboardInterrupt):  # as older versions of typer say it
         code = STOPPED
+    except StoppedError as stop:  # a checkpoint was written, and the message says how to go on
+        _say(str(stop))
+        raise SystemExit(STOPPED) from None
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         code = 0
     except Exception as error:

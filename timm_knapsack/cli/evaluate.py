@@ -37,6 +37,6 @@ def evaluate(
         return
     console.stdout().print(
         f"{network.model}: top-1 {metrics['top1']:.2f} %, top-5 {metrics['top5']:.2f} %, loss {metrics['loss']:.4f} on "
-        f"{metrics['samples']} images; {human(facts['macs'])}MACs, {human(facts['params'])} parameters",
+        f"{metrics['samples']} images; {human(facts['macs'])} MACs, {human(facts['params'])} parameters",
         markup=False,
     )

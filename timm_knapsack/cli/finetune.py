@@ -1,6 +1,7 @@
 """finetune: train a pruned model with its original as the teacher."""
 
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -50,6 +51,8 @@ def finetune(
         raise KnapsackError("finetune needs images: --data FOLDER")
     pruned = pruned_folder(student)
     folder = console.check_writable(out)
+    if folder.resolve() == Path(student).expanduser().resolve():
+        raise KnapsackError(f"--out {out} is the pruned model itself; choose another folder")
     values = _values(settings, {"epochs": epochs, "lr": lr, "overwrite": overwrite}, kd_weight, ikd_weight)
     job = Job(
         Settings(model=ModelPart(student), finetune=values), folder=folder / "model",
@@ -92,6 +95,11 @@ def _values(settings: list[str] | None, given: dict[str, Any], kd_weight: float,
     from ..pipeline.recipe import finetune_config
 
     weights = {"kd_weight": kd_weight, "ikd_weight": ikd_weight}
+    try:
+        finetune_config(given, weights)
+    except KnapsackError as error:  # "finetune: kd_weight must be …": these have options of their own
+        field, _, rest = str(error).removeprefix("finetune: ").partition(" ")
+        raise KnapsackError(f"--{field.replace('_', '-')} {rest}") from None
     values = {**given, **console.parse_settings(settings, "--set")}
     finetune_config(values, weights, place="--set")  # a typo costs no time
     return {**values, "distillation": {**weights, **values.get("distillation", {})}}

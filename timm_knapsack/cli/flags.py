@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 # (the verb's parameter, the library's words, the words for the terminal)
 PHRASES = (
+    ("teacher_weights", r", or take random (weights|ones) with pretrained=False", ""),  # of a teacher: of no use
+    ("teacher_weights", r"\bweights='([^']+)'", r"{flag} \1"),
     ("weights", r"\bweights='([^']+)'", r"{flag} \1"),
     ("pretrained", r"\bpretrained=False", "--no-pretrained"),
     ("model_args", r"\bnum_classes=(\d+)", r"{flag} num_classes=\1"),
@@ -18,6 +20,10 @@ PHRASES = (
     ("split", r"\bsplit=('[^']*')", r"{flag} \1"),
     ("root", r"\broot=…", "{flag} FOLDER"),
     ("limit", r"\blimit=…", "{flag} N"),
+    ("limit", r"\blimit=(?=.*: give an integer)", "{flag} "),
+    ("workers", r"\bnum_workers=(?=.*: give an integer)", "{flag} "),
+    ("target_drop", r"\btarget_drop=", "{flag} "),
+    ("ignore", r"\bmin_keep, round_to, bounds and ignore\b", "--min-keep, --round-to and --ignore"),
     ("labels", r"\blabels='ignore'", "{flag} model"),
     ("resume", r"\bresume=True", "{flag}"),
     ("overwrite", r"\boverwrite=True", "{flag}"),
@@ -38,6 +44,7 @@ PHRASES = (
     ("runtime", r"\bruntime='([^']+)'", r"{flag} \1"),
     ("int8", r"\bint8=True", "{flag}"),
     ("eval_source", r"\(eval_source\)", "({flag} SOURCE)"),
+    ("dry_run", r", set HF_TOKEN, or pass token=…", ", or set HF_TOKEN"),
     ("memory", r"\bmemory=False", "--no-memory"),
 )
 

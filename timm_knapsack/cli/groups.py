@@ -30,7 +30,7 @@ def groups(network: ArchitectureOptions, as_json: JsonOption = False) -> None:
         facts = {"model": network.model, "macs": found.macs(), "verified": verified}
         console.print_json({**facts, "groups": rows, "frozen": dict(found.frozen)})
         return
-    table = Table("group", "units", "layers that make it", title=f"{network.model}: {human(found.macs())}MACs")
+    table = Table("group", "units", "layers that make it", title=f"{network.model}: {human(found.macs())} MACs")
     for group in found:
         table.add_row(group.name, str(group.size), group.makers)
     console.stdout().print(table)

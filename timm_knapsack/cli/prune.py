@@ -74,19 +74,26 @@ def prune(
 
     Example: timm-knapsack prune resnet18 --no-pretrained --criterion magnitude --budget macs=0.5 --out resnet18-half
     """
+    from ..costs.kinds import COSTS
     from ..costs.latency.table import LatencyTable
     from ..pipeline.measured_loss import collapse_warning
     from ..pipeline.recipe import PrunePart, RecoverPart
     from ..pipeline.stage import run_stages
     from ..pipeline.stages import PRUNE, stages
     from ..pipeline.trade_off import smallest_within
-    from ..pruning.budget import Budget
+    from ..pruning.budget import Budget, parse_budget
     from ..values.valuation import METHODS
 
-    if (budget is None) == (target_drop is None):
-        raise KnapsackError("prune needs one of --budget COST=AMOUNT and --target-drop POINTS")
+    if budget is None and target_drop is None:
+        raise KnapsackError("prune needs a budget: --budget macs=50%, or --target-drop POINTS")
+    if budget is not None and target_drop is not None:
+        raise KnapsackError("--budget and --target-drop exclude each other: leave one of them out")
+    if recover_images < 1:
+        raise KnapsackError(f"--recover-images {recover_images}: give at least 1, or leave recovery out: --no-recover")
     table = LatencyTable.load(latency_table) if latency_table else None
-    wanted = None if budget is None else Budget.parse(budget, table)  # a typo costs no time
+    wanted = None if budget is None else parse_budget(budget)  # a typo costs no time
+    to_measure = table is None and wanted is not None and any(COSTS[name].needs_table for name in wanted)
+    wanted = wanted if to_measure or wanted is None else Budget(**wanted, table=table)
     if method not in METHODS:
         raise KnapsackError(f"--method {method!r} is none of {', '.join(METHODS)}")
     recover = method != "paper" if recover is None else recover
@@ -106,6 +113,8 @@ def prune(
     job.options = {"scores": scores}
     if target_drop is None:
         names = ["read scores" if name == "score" and scores is not None else name for name in PRUNE]
+        if to_measure:  # as a recipe does: its table stands before the values, and nothing is kept of it
+            names.insert(names.index("groups") + 1, "latency")
         without = ["data", "recover"] if data.source is None else [] if recover else ["recover"]
         run_stages(stages(*names, without=without), job)
     else:

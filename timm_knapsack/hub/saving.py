@@ -299,7 +299,7 @@ def _is_ours(folder: Path) -> bool:
 
 def _check_saved(folder: Path) -> None:
     if not folder.is_dir():
-        raise HubError(f"there is no folder {folder}; write it with save_pretrained")
+        raise HubError(f"there is no folder {folder}; `timm-knapsack prune` and tk.save_pretrained write one")
     missing = [name for name in (WEIGHTS, CONFIG, CHANNELS, CARD) if not (folder / name).is_file()]
     if missing or not _is_ours(folder):
         raise HubError(

@@ -187,7 +187,9 @@ def resume_at(loader: DataLoader, epoch: int, step: int = 0) -> DataLoader:
     if prepared:
         from accelerate import skip_first_batches
 
-        return skip_first_batches(loader, step)
+        rest = skip_first_batches(loader, step)
+        rest.iteration = loader.iteration  # Accelerate before 1.15 starts at epoch 0 again
+        return rest
     from accelerate.data_loader import SkipBatchSampler
 
     rest = SkipBatchSampler(loader.batch_sampler, skip_batches=step)

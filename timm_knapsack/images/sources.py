@@ -222,9 +222,13 @@ def decode(value: Any, place: str) -> Image.Image:
             value = io.BytesIO(value)
         if isinstance(value, np.ndarray):
             value = Image.fromarray(value)
+        if not isinstance(value, Image.Image | str | os.PathLike) and not hasattr(value, "read"):
+            raise UnreadableImageError(f"{place} holds {type(value).__name__}, not an image; name the images' column")
         image = value if isinstance(value, Image.Image) else Image.open(value)
         image.load()
         return image
+    except UnreadableImageError:
+        raise
     except PermissionError as error:
         raise UnreadableImageError(f"no permission to read {place}") from error
     except FileNotFoundError as error:

@@ -126,6 +126,8 @@ def _datasets_errors(name: str, on_hub: bool):
     quiet = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
     if quiet:
         datasets.disable_progress_bars()
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs before it raises would be said twice
     try:
         with _offline_if_unreachable(datasets) if on_hub else _as_it_is():
             yield datasets
@@ -142,6 +144,7 @@ def _datasets_errors(name: str, on_hub: bool):
         where = " on the Hugging Face Hub, and no such local path" if on_hub else ""
         raise DataError(f"can't load {name!r}{where}: {reason}") from error
     finally:
+        datasets.logging.set_verbosity(verbosity)
         if quiet:
             datasets.enable_progress_bars()
 

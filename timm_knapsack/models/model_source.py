@@ -119,7 +119,10 @@ class ModelSource:
         if self.name.startswith("local-dir:"):
             folder = Path(self.name.removeprefix("local-dir:"))
             if not (folder / "config.json").is_file():
-                raise KnapsackError(f"{folder} holds no saved model (no config.json); save_pretrained writes one")
+                raise KnapsackError(
+                    f"{folder} holds no saved model (no config.json); `timm-knapsack prune` and tk.save_pretrained "
+                    "write one"
+                )
             return
         if self.name.startswith("hf-hub:") or timm.is_model(self.name):
             return
@@ -156,8 +159,13 @@ def load_weights(model: nn.Module, path: str | os.PathLike) -> None:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"there is no weights file {path}") from None
+    except IsADirectoryError:
+        raise CheckpointError(f"{path} is a folder; name the file of weights in it") from None
     except Exception as error:  # pickle, zip, safetensors and OS errors all mean the same to the user
-        raise CheckpointError(f"{path} can't be read as weights: {first_line(error)}") from error
+        raise CheckpointError(
+            f"{path} can't be read as weights ({first_line(error)}): it is damaged, or no file that torch.save or "
+            "safetensors wrote; write or download it again"
+        ) from error
     for key in ("state_dict_ema", "state_dict", "model_ema", "model"):
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]

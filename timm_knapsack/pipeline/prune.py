@@ -81,7 +81,7 @@ def prune(
         >>> result = prune(model, loader, budget=Budget(macs=0.5))
         >>> print(result.report)
         cost            original         asked       counted     left
-        macs         ...
+        MACs         ...
         >>> smaller = result.model
         >>> more = [torch.randn(16, 3, 32, 32)]
         >>> report = prune(model, more, budget=Budget(macs=0.4), blocks=True).report

@@ -22,7 +22,7 @@ from .recipe import LatencyPart, ModelPart, PrunePart, RecoverPart, Settings
 from .stage import Job, run_stages
 from .stages import QUICKSTART, stages
 
-MODEL = "cifar_resnet8x2"  # 32 × 32 images in, 48 MMACs; registered in timm by `import timm_knapsack`
+MODEL = "cifar_resnet8x2"  # 32 × 32 images in, 48 M MACs; registered in timm by `import timm_knapsack`
 BUDGET = 0.15
 ROUND_TO = 8  # what a CPU computes at once
 CALIBRATION_IMAGES = 512

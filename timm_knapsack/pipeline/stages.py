@@ -18,11 +18,11 @@ from ..channels.find_groups import find_channel_groups
 from ..costs.counted import count_params
 from ..costs.latency.network_timing import compare_latency
 from ..costs.latency.table import LatencyTable
-from ..errors import KnapsackError, TrainingError
+from ..errors import KnapsackError, StoppedError
 from ..human_numbers import human
 from ..models.model_source import ModelSource
 from ..pruning.budget import Budget
-from ..pruning.choose import sweep
+from ..pruning.choose import check_reachable, sweep
 from ..recovery.closed_form import recover_layers
 from ..recovery.refinement import refine_steps
 from ..reports.page import write_report
@@ -57,6 +57,10 @@ def _groups(job: Job) -> str:
     if images is not None and (format_of(given) == CURVES if given else by_curves):
         job.made["base"] = turn_heads(job["base"], images)
     job.made["groups"] = groups = find_channel_groups(job["base"])
+    budget = job.settings.budget
+    if budget is not None and len(groups):  # what can't be is said before hours of work, not after
+        asked = budget.asked if isinstance(budget, Budget) else budget
+        check_reachable(job["base"], groups, asked, **asdict(job.settings.prune))
     return f"{len(groups)} groups of {sum(groups.sizes)} units, {human(groups.macs())} MACs"
 
 
@@ -77,9 +81,12 @@ def _train(job: Job) -> str:
     options = dict(job.options["train"])
     path = options.pop("weights")
     config = finetune_config({"distillation": {"kd_weight": 0, "ikd_weight": 0}, "freeze_bn_stats": False, **options})
-    tuned = finetune(job["base"], None, job["training"], None, config, accelerator=job.accelerator)
+    tuned = finetune(
+        job["base"], None, job["training"], None, config, accelerator=job.accelerator,
+        say=lambda line: job.say(f"train: {line}"),
+    )  # fmt: skip
     if tuned.interrupted:  # what comes next would prune a network that has learnt little
-        raise TrainingError(f"stopped by a signal after update {tuned.updates}")
+        raise StoppedError(f"stopped after update {tuned.updates}")
     write_tensors(path, job["base"].state_dict())
     job.source = replace(job.source, pretrained=False, weights=str(path))  # what was pruned, for whoever goes on
     return f"{config.epochs} epochs, {tuned.updates} updates"
@@ -176,7 +183,7 @@ def _finetune(job: Job) -> str:
     )  # fmt: skip
     if tuned.interrupted:
         again = job.words.get("resume", "the same command goes on from there")
-        raise TrainingError(f"stopped by a signal after update {tuned.updates}; {again}")
+        raise StoppedError(f"stopped after update {tuned.updates}; {again}")
     tuned.model.channel_config = student.model.channel_config  # an average of the student is another module
     student.record.add_finetuning(tuned.config, tuned)
     job.made |= {"tuned": tuned, "student": student.then("fine-tuned", tuned.model)}

@@ -72,20 +72,31 @@ class Budget:
     @classmethod
     def parse(cls, text: str, table: Any = None) -> "Budget":
         """Read ``macs=0.5,params=0.6`` as the command line takes it."""
-        values: dict[str, Any] = {}
-        for part in text.split(","):
-            name, equals, value = (piece.strip() for piece in part.partition("="))
-            if not equals:
-                raise BudgetError(f"budget {text!r}: expected COST=AMOUNT, joined by commas; got {part!r}")
-            try:
-                values[name] = float(value)
-            except ValueError:
-                values[name] = value
-        read_amounts(values)
+        values = parse_budget(text)
         return cls(**values, table=table if any(COSTS[name].needs_table for name in values) else None)
 
     def __repr__(self):
         return f"Budget({', '.join(f'{k}={v!r}' for k, v in self.asked.items())})"
+
+
+def parse_budget(text: str) -> dict[str, float | str]:
+    """The limits in ``macs=0.5,params=60%``, checked as far as that goes without tables.
+
+    Example:
+        >>> parse_budget("macs=0.5, latency=12ms")
+        {'macs': 0.5, 'latency': '12ms'}
+    """
+    values: dict[str, float | str] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise BudgetError(f"budget {text!r}: expected COST=AMOUNT, such as macs=50%, or several joined by commas")
+        try:
+            values[name] = float(value)
+        except ValueError:
+            values[name] = value
+    read_amounts(values)
+    return values
 
 
 def read_amounts(given: Mapping[str, Any]) -> dict[str, Amount]:

@@ -15,6 +15,7 @@ from ..channels.verification import differing
 from ..costs.cost import Candidate, Cost
 from ..costs.kinds import COSTS
 from ..errors import BudgetError
+from ..human_numbers import human
 from ..slim.channel_config import ChannelConfig, features_of, model_name
 from ..slim.channel_groups import ChannelGroups
 from ..slim.cutting import channel_config_of, kept_indices, kept_outputs, slice_model
@@ -24,7 +25,7 @@ from ..slim.turned_heads import turned_of
 from ..slim.wrappers import bare, inputs_of
 from ..values.group_values import GroupValues, Ladder
 from ..values.scores import Scores
-from .budget import Budget
+from .budget import Budget, read_amounts
 from .limits import Limits
 from .result import CostLine, LayerLine, PruneReport, PruneResult
 from .shortening import Shorter
@@ -115,7 +116,7 @@ def _prune_once(shorter: Shorter, values, ladders: Sequence[Ladder], limits: Lim
     while True:
         found = settled(allowed, costs)
         if found is None:
-            raise _unreachable(model, originals, frozen, offered, costs, allowed)
+            raise _unreachable(model, originals, frozen, [rung.counts[0] for rung in offered], costs, allowed)
         wrong = differing(groups, model, found.keep)
         if not wrong:
             break
@@ -183,16 +184,45 @@ def _loss_with_more(
     return None if solution is None else values.loss_of(solution.value)
 
 
+def check_reachable(
+    model: nn.Module,
+    groups: ChannelGroups,
+    asked: Mapping[str, float | str],
+    *,
+    round_to: int = 1,
+    min_keep: float = 1,
+    ignore: Sequence[str] = (),
+) -> None:
+    """An error where no widths meet a budget, before anything is measured; costs that need a table are left out.
+
+    Args:
+        asked: the limits as they were given: ``{"macs": 0.5}``.
+
+    Example:
+        >>> check_reachable(model, find_channel_groups(model), {"macs": "50%"}, min_keep=0.1)
+    """
+    limits = Limits(groups, round_to, min_keep, ignore, {})
+    amounts = {name: amount for name, amount in read_amounts(asked).items() if not COSTS[name].needs_table}
+    costs = [COSTS[name].cost(model, groups) for name in amounts]
+    originals = {cost.name: cost.at(groups.sizes) for cost in costs}
+    allowed = {name: amounts[name].of(whole) for name, whole in originals.items()}
+    least = [limits.range(group, limits.step(group))[0] for group in groups]
+    if any(cost.at(least) > allowed[cost.name] for cost in costs):
+        raise _unreachable(model, originals, groups.frozen, least, costs, allowed)
+
+
 def _unreachable(
-    model, originals: Mapping[str, float], reasons: Mapping[str, str], ladders, costs, limits
+    model, originals: Mapping[str, float], reasons: Mapping[str, str], least: Sequence[int], costs, limits
 ) -> BudgetError:
-    least = [rung.counts[0] for rung in ladders]
     cost = next(cost for cost in costs if cost.at(least) > limits[cost.name])
     frozen = "; ".join(f"{name} ({reason})" for name, reason in list(reasons.items())[:4])
+    asked, smallest, original = (
+        f"{human(n)} {cost.unit}" if cost.unit == COSTS[cost.name].label else human(n, cost.unit)
+        for n in (limits[cost.name], cost.at(least), originals[cost.name])
+    )
     return BudgetError(
-        f"{model_name(model)} can't be pruned to {limits[cost.name]:.6g} {cost.unit}: the smallest reachable is "
-        f"{cost.at(least):.6g} of {originals[cost.name]:.6g}. Frozen: {frozen or 'nothing'}. Ask for more, or relax "
-        "min_keep, round_to, bounds and ignore"
+        f"{model_name(model)} can't be pruned to {asked}: the smallest reachable is {smallest} of {original}. Frozen: "
+        f"{frozen or 'nothing'}. Ask for more, or relax min_keep, round_to, bounds and ignore"
     )
 
 

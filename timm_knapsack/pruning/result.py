@@ -109,15 +109,15 @@ class PruneReport:
         return next(line for line in self.costs if line.name == name)
 
     def __str__(self):
-        rows = [f"{'cost':<10}{'original':>10}{'asked':>10}{'counted':>10}{'left':>8}"]
+        rows = [f"{'cost':<12}{'original':>10}{'asked':>10}{'counted':>10}{'left':>8}"]
         for c in self.costs:
-            _, original, asked, counted, left, _ = cost_text(asdict(c))
+            name, original, asked, counted, left, _ = cost_text(asdict(c))
             asked = "" if c.asked is None else asked
-            rows.append(f"{c.name:<10}{original:>10}{asked:>10}{counted:>10}{left:>8}")
+            rows.append(f"{name:<12}{original:>10}{asked:>10}{counted:>10}{left:>8}")
             if c.measured is not None:
                 original, measured = human(c.original_measured, c.unit), human(c.measured, c.unit)
                 left = c.measured / c.original_measured
-                rows.append(f"{'  measured':<10}{original:>10}{'':>10}{measured:>10}{left:>8.1%}")
+                rows.append(f"{'  measured':<12}{original:>10}{'':>10}{measured:>10}{left:>8.1%}")
         rows.append(self.outcome)
         if self.blocks:
             rows.append(f"blocks removed: {', '.join(self.blocks)}")

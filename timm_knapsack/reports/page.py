@@ -217,8 +217,9 @@ def _cost_note(pruning: Mapping[str, Any]) -> str:
     if possible is None:  # an infinite bound is null in JSON
         return f"<p>{note}.</p>"
     if bound - value <= 1e-6 * max(abs(value), 1e-12):
-        return f"<p>{note}. No other choice at this cost would {less}: the solver has proved it.</p>"
-    return f"<p>{note}. No choice at this cost can do better than {possible}: the solver has proved it.</p>"
+        return f"<p>{note}. By these values no other choice at this cost would {less}: the solver has proved it.</p>"
+    best = f"no choice at this cost can do better than {possible}: the solver has proved it"
+    return f"<p>{note}. By these values {best}.</p>"
 
 
 def _accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:

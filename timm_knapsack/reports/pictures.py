@@ -101,9 +101,13 @@ def chart(
             axes.annotate("", arrow[1], xytext=arrow[0], arrowprops=style)
         if log_y and all(value > 0 for one in series for value in one["y"]):
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+            low, high = axes.get_ylim()
+            subs = (1, 2, 5) if high / low < 300 else (1,)  # labels of every step would overlap
+            axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=subs))
             axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
             axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        if all(float(value).is_integer() for one in series for value in one["x"]):  # there is no epoch 0.5
+            axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.spines[["top", "right"]].set_visible(False)

@@ -117,7 +117,10 @@ class EpochBatches:
                 return resume_at(self.loader, epoch, start), start
             from accelerate import skip_first_batches
 
-            return skip_first_batches(self.loader, start), start
+            rest = skip_first_batches(self.loader, start)
+            if hasattr(self.loader, "iteration"):  # prepared: Accelerate before 1.15 starts at epoch 0 again
+                rest.iteration = self.loader.iteration
+            return rest, start
         return self.loader, 0
 
     def _set_epoch(self, epoch: int) -> None:

@@ -42,7 +42,7 @@ from .last_good import LastGoodBuffers
 from .processes import batchnorm_synchronised, lost_process_named
 from .result import FinetuneResult
 from .same_data import batches_on_all, describe_data, first_batches, with_unknown_count
-from .session import ProgressBar, StopRequest
+from .session import ProgressBar, StopRequest, epoch_line
 from .setup import (
     build_average,
     build_mixing,
@@ -92,8 +92,8 @@ def finetune(
         kept: module name → the teacher's channels that the student kept; for ``ikd_init="selection"``. A model that
             comes from `prune`, or from a folder that `save_pretrained` wrote, knows them.
         resume: go on from ``config.output_dir/last``. Where there is none yet, start from the beginning.
-        say: gets a line with what was chosen, and one if the run ended below its start; by default they go to a
-            terminal, else to the log.
+        say: gets a line with what was chosen, one after each of several epochs, and one if the run ended below its
+            start; by default the first and the last go to a terminal, else to the log.
 
     Raises:
         TrainingError: a loss that is not finite, or networks, data and config that do not fit each other.
@@ -298,6 +298,8 @@ class _Run:
         due = self.epoch % self.config.eval_every == 0 or self.epoch == self.config.epochs
         if self.eval_loader is not None and due:
             self._evaluate()
+        if self.say is not None and self.config.epochs > 1 and self.accelerator.is_main_process:
+            self.say(epoch_line(self.epoch, self.config.epochs, self.history, self.evaluations))
         self._save()
 
     def _evaluate(self) -> None:

@@ -3,8 +3,9 @@
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 
 class StopRequest:
@@ -68,3 +69,17 @@ class ProgressBar:
             text = " ".join(f"{term} {value:.3f}" for term, value in terms.items())
             text = f"{text} · lr {lr:.2g} · {speed:.0f} img/s"
             self._bar.update(self._task, completed=done, description=description, terms=text)
+
+
+def epoch_line(epoch: int, epochs: int, history: Sequence[Mapping], evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """How far a run is, for a log.
+
+    Example:
+        >>> epoch_line(2, 8, [{"total": 0.25}], [{"epoch": 2, "top1": 91.5}])
+        'epoch 2 of 8, loss 0.25, top-1 91.50 %'
+    """
+    words = [f"epoch {epoch} of {epochs}", f"loss {history[-1]['total']:.3g}"]
+    if evaluations and evaluations[-1]["epoch"] == epoch:
+        found = evaluations[-1]
+        words.append(f"top-1 {found['top1']:.2f} %" if "top1" in found else f"KL from the original {found['kl']:.3g}")
+    return ", ".join(words)

@@ -48,9 +48,14 @@ def _opened(path: str | os.PathLike, kind: str, format: str | None) -> tuple[dic
         tensors = dict(sorted(load(data).items()))  # it gives them in no order
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
         if format is not None and metadata.get("format") != format:
-            raise ScoreError(f"{path}: not a file of {kind} (its format says {metadata.get('format')!r})")
+            raise ScoreError(
+                f"{path}: not a file of {kind} (its format says {metadata.get('format')!r}); `timm-knapsack score` "
+                "writes one"
+            )
         return tensors, metadata
     except ScoreError:
         raise
+    except FileNotFoundError:
+        raise ScoreError(f"there is no file {path}; `timm-knapsack score` writes one") from None
     except Exception as error:  # of the system, of safetensors, or of torch for a dtype that it does not have
         raise ScoreError(f"{path}: can't be read as {kind}: {first_line(error)}") from None

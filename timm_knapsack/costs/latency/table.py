@@ -78,7 +78,7 @@ class LatencyTable:
         Args:
             elsewhere: the table may come from another machine; times are then predicted and not measured.
         """
-        advice = "LatencyTable.measure(…) makes one"
+        advice = "`timm-knapsack latency` or LatencyTable.measure(…) makes one"
         data = read_json(path, "a latency table", format=FORMAT, version=1, error=LatencyError, advice=advice)
         try:
             fields = {name: data[name] for name in cls._saved}
