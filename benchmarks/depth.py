@@ -4,7 +4,7 @@
     python benchmarks/depth.py --models resnet56 resnet50 deit_tiny --images 1024
 
 For each network: a latency table of it (kept in a file), then `prune` to half of its own time without and with
-``blocks=True``, with the same images, and all three networks timed in turns, in a run of their own that the pruning
+``blocks=True``, with the same images, each timed in turns with the original, in a run of its own that the pruning
 never saw. Rows are appended as they come; a second call leaves out those that are there. ``--timer thread`` counts CPU
 time of one thread, which holds on a busy machine.
 """
@@ -53,8 +53,9 @@ def main():
 def compare(name: str, args, write) -> None:
     net = NETWORKS[name]()
     key = f"{name:<10} batch {args.batch_size} time {args.budget:.2f} images {args.images:<5}"
-    done = args.out.read_text()
-    if f"{key} blocks" in done:
+    todo = {"widths": False, "blocks": True}
+    todo = {what: blocks for what, blocks in todo.items() if f"{key} {what}" not in args.out.read_text()}
+    if not todo:
         return
     groups = tk.find_channel_groups(net.model)
     path = args.tables / f"{name}-real-torch-b{args.batch_size}-t1-{args.timer}.json"
@@ -63,26 +64,22 @@ def compare(name: str, args, write) -> None:
     table.check_seconds = args.check_seconds
     batches = list(net.train(limit=args.images, batch_size=64))
     curves = tk.value_curves(net.model, groups, batches)
-    results = {}
-    for what, blocks in (("widths", False), ("blocks", True)):
+    test = {"batch_size": 250, "limit": args.test_images}
+    original = tk.evaluate(net.model, net.test(**test))["top1"]
+    for what, blocks in todo.items():
         start = time.monotonic()
         budget = tk.Budget(latency=args.budget, table=table)
         result = tk.prune(net.model, batches, scores=curves, groups=groups, budget=budget, blocks=blocks)
-        results[what] = result, time.monotonic() - start
-    networks = [net.model, *(result.model for result, _ in results.values())]
-    limits = {"precision": 0.01, "max_seconds": 3 * args.check_seconds}
-    check = compare_latency(networks, batch_size=args.batch_size, timer=args.timer, **limits)
-    test = {"batch_size": 250, "limit": args.test_images}
-    top1 = [tk.evaluate(network, net.test(**test))["top1"] for network in networks]
-    for (what, (result, seconds)), ratio, error, own in zip(
-        results.items(), check.ratios[1:], check.uncertainty[1:], top1[1:], strict=True
-    ):
+        seconds = time.monotonic() - start
+        timing = {"batch_size": args.batch_size, "timer": args.timer, "precision": 0.01}
+        check = compare_latency([net.model, result.model], **timing, max_seconds=3 * args.check_seconds)
         macs, report = result.report.line("macs"), result.report
+        trials = {int(count): round(loss, 4) for count, loss in report.block_trials.items()}
         write(
-            f"{key} {what:<7} top-1 {own:.2f} of {top1[0]:.2f}, time {ratio:.3f} ± {error:.1%}, MACs "
-            f"{macs.counted / macs.original:.3f}, loss {report.loss.measured:.4g}, removed {len(report.blocks)} of "
-            f"{len(report.block_losses)}: {' '.join(report.blocks) or '-'}; trials "
-            f"{ {int(n): round(loss, 4) for n, loss in report.block_trials.items()} }; {seconds:.0f} s"
+            f"{key} {what:<7} top-1 {tk.evaluate(result.model, net.test(**test))['top1']:.2f} of {original:.2f}, time "
+            f"{check.ratios[1]:.3f} ± {check.uncertainty[1]:.1%}, MACs {macs.counted / macs.original:.3f}, loss "
+            f"{report.loss.measured:.4g}, removed {len(report.blocks)} of {len(report.block_losses)}: "
+            f"{' '.join(report.blocks) or '-'}; trials {trials}; {seconds:.0f} s"
         )
 
 

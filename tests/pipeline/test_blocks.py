@@ -70,6 +70,7 @@ def test_a_trial_is_the_network_cut_and_refitted_on_images_apart(network):
         ([9, 8, 7, 6, 5, 4, 3, 2, 1], 8),
         ([9, 8, 7, 4, 6, 8, 8, 8, 8], 3),  # between the numbers that are tried first
         ([9, 9.2, 9.3, 5, 2, 2.5, 9, 9, 9], 4),
+        ([9, 10, 11, 12, 12, 12, 5, 4, 3], 8),  # it may get worse first
     ],
 )
 def test_it_follows_what_is_measured(network, monkeypatch, losses, best):
