@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import timm_knapsack as tk
 from timm_knapsack.costs.counted import macs_cost, params_cost
 from timm_knapsack.errors import BudgetError, KnapsackError, ScoreError
+from timm_knapsack.human_numbers import human
 from timm_knapsack.slim.cutting import mask_model
 
 SHAPE = (1, 3, 32, 32)
@@ -161,7 +162,7 @@ def test_unreachable_budget_names_the_smallest_cost_and_what_is_frozen(case):
     smallest = case.groups.macs([1] * len(case.groups))
     with pytest.raises(BudgetError) as error:
         case.prune(tk.Budget(macs=1e-6))
-    assert f"the smallest reachable is {smallest:.6g} of {case.macs():.6g}" in str(error.value)
+    assert f"the smallest reachable is {human(smallest)} MACs of {human(case.macs())} MACs" in str(error.value)
     assert "fc (the model's output)" in str(error.value)
     with pytest.raises(BudgetError, match="parameters: the smallest reachable"):
         case.prune(tk.Budget(macs=0.9, params=1e-9))
@@ -345,7 +346,7 @@ def test_report(case):
             assert kept[name] == (case.model.get_submodule(name).out_channels, module.out_channels)
     assert report.line("params").counted == case.params(result.model)
     assert json.loads(json.dumps(report.to_dict()))["costs"][0]["counted"] == case.macs(result.model)
-    assert "importance kept" in str(report) and "macs" in str(report)
+    assert "importance kept" in str(report) and "MACs" in str(report)
 
 
 def test_kept_channels_are_the_filters_that_stayed(case):

@@ -25,8 +25,10 @@ def turn_heads(model: nn.Module, loader: Iterable) -> nn.Module:
         >>> import timm
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
         >>> turned = turn_heads(vit, [torch.randn(8, 3, 32, 32)])
-        >>> [find_channel_groups(each)["blocks.0.attn.qkv"].size for each in (vit, turned)]
-        [3, 64]
+        >>> for each in (vit, turned):
+        ...     print(find_channel_groups(each)["blocks.0.attn.qkv"].size)
+        3
+        64
     """
     model = for_images(model)
     return turned_copy(model, image_batches(loader, IMAGES, next(model.parameters()).device, example_dtype(model)))

@@ -60,7 +60,9 @@ def _groups(job: Job) -> str:
     budget = job.settings.budget
     if budget is not None and len(groups):  # what can't be is said before hours of work, not after
         asked = budget.asked if isinstance(budget, Budget) else budget
-        check_reachable(job["base"], groups, asked, **asdict(job.settings.prune))
+        limits = asdict(job.settings.prune)
+        if not limits.pop("blocks"):  # with blocks gone, what is smallest is not known yet
+            check_reachable(job["base"], groups, asked, **limits)
     return f"{len(groups)} groups of {sum(groups.sizes)} units, {human(groups.macs())} MACs"
 
 
