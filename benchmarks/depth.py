@@ -57,19 +57,20 @@ def compare(name: str, args, write) -> None:
     todo = {what: blocks for what, blocks in todo.items() if f"{key} {what}" not in args.out.read_text()}
     if not todo:
         return
-    groups = tk.find_channel_groups(net.model)
+    batches = list(net.train(limit=args.images, batch_size=64))
+    model = tk.turn_heads(net.model, batches)  # as tk.prune does it
+    groups = tk.find_channel_groups(model)
     path = args.tables / f"{name}-real-torch-b{args.batch_size}-t1-{args.timer}.json"
     options = {"batch_size": args.batch_size, "timer": args.timer, "path": path, "max_seconds": args.table_seconds}
-    table = LatencyTable.measure(net.model, groups, **options)
+    table = LatencyTable.measure(model, groups, **options)
     table.check_seconds = args.check_seconds
-    batches = list(net.train(limit=args.images, batch_size=64))
-    curves = tk.value_curves(net.model, groups, batches)
+    curves = tk.value_curves(model, groups, batches)
     test = {"batch_size": 250, "limit": args.test_images}
     original = tk.evaluate(net.model, net.test(**test))["top1"]
     for what, blocks in todo.items():
         start = time.monotonic()
         budget = tk.Budget(latency=args.budget, table=table)
-        result = tk.prune(net.model, batches, scores=curves, groups=groups, budget=budget, blocks=blocks)
+        result = tk.prune(model, batches, scores=curves, groups=groups, budget=budget, blocks=blocks)
         seconds = time.monotonic() - start
         timing = {"batch_size": args.batch_size, "timer": args.timer, "precision": 0.01}
         check = compare_latency([net.model, result.model], **timing, max_seconds=3 * args.check_seconds)

@@ -93,6 +93,16 @@ def test_only_what_can_be_turned_is():
         torch.testing.assert_close(turned(IMAGES[0]), model(IMAGES[0]), rtol=1e-4, atol=1e-4)
 
 
+def test_weights_that_two_modules_share_are_left_alone():
+    """Turned for the first of them, they would be wrong for the second, or the other way round."""
+    model = vit()
+    model.blocks[1].attn.qkv = model.blocks[0].attn.qkv
+    turned = tk.turn_heads(model, IMAGES)
+    with torch.no_grad():
+        torch.testing.assert_close(turned(IMAGES[0]), model(IMAGES[0]), rtol=1e-4, atol=1e-4)
+    assert turned is model
+
+
 def test_the_plain_call_makes_heads_narrower_and_saves_and_loads(tmp_path):
     model = vit()
     result = tk.prune(model, IMAGES, budget=tk.Budget(macs=0.5), base_args=SIZES)

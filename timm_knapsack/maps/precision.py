@@ -1,7 +1,6 @@
 """Passes in bfloat16 where the hardware multiplies it faster than float32: half the time, and nobody sees the rounding.
 
-Measured on real ImageNet networks (one core with AVX-512 BF16): ResNet-50 forward 1.95 × faster, forward and backward
-2.1 ×; its class scores move by a KL divergence of 2e-4 (EfficientNet-Lite0 8e-4, DeiT-Tiny 2e-4), where pruning moves
+``benchmarks/pass_precision.py`` measures both: class scores move by a KL divergence below 1e-3, where pruning moves
 them by 0.1 and more. Sums, solves and everything that a hook computes stay in float32 or float64.
 """
 

@@ -6,8 +6,8 @@ that ends a residual branch is fitted to the teacher's sum minus the student's o
 inside it (behind attention), so that the errors of earlier layers are corrected and not passed on. The paper's ``M_l``
 is the same regressor; here it is folded into the weights and costs nothing at inference. A layer inside of a block that
 has lost none of its inputs keeps its weights, and its shift alone is corrected: what it sees is disturbed and not less,
-and weights that are fitted to disturbed inputs shrink (DeiT-Tiny loses a third more with them). All this is closed
-form. Then the layers of a block move together towards the block's output, by a few Gauss-Newton steps (`joint_fit`).
+and weights that are fitted to disturbed inputs shrink. All this is closed form. Then the layers of a block move
+together towards the block's output, by a few Gauss-Newton steps (`joint_fit`).
 
 The teacher runs once, and its maps are kept at the sampled positions only. The student runs once too: layers that are
 finished return what they returned before, so that each further layer of a segment costs only what lies between.

@@ -40,9 +40,11 @@ def turned_copy(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
     wanted = [name for name, module in model.named_modules() if _has_heads(module) and name not in done]
     if not wanted or any(tensor.is_meta for tensor in model.parameters()):
         return model
-    turned = copy_with(model, lambda _, tensor: tensor.detach().clone())
-    names = {*done, *_turned(model, turned, wanted, list(batches))}
-    if names == done:
+    turned, batches = copy_with(model, lambda _, tensor: tensor.detach().clone()), list(batches)
+    names = {*done, *_turned(model, turned, wanted, batches)}
+    with torch.no_grad(), eval_mode(model, turned):
+        same = names != done and _agree(*(each(batches[0][:COMPARED]) for each in (model, turned)))
+    if not same:  # weights that two modules share, say: turned for one of them, they are wrong for the other
         return model
     turned.turned_heads = tuple(sorted(names))
     return turned
@@ -118,7 +120,9 @@ def _look(model: nn.Module, names: Iterable[str], batches: list[Tensor]) -> dict
     for name, sums in seen.items():
         handles += [
             modules[name].qkv.register_forward_hook(lambda _, args, output, s=sums: s.add_qkv(output)),
-            modules[name].proj.register_forward_pre_hook(lambda _, args, s=sums: s.add_attended(args[0])),
+            modules[name].proj.register_forward_pre_hook(
+                lambda _, args, kwargs, s=sums: s.add_attended(*args, *kwargs.values()), with_kwargs=True
+            ),
         ]
     _run(model, batches, handles)
     whole = {n: s for n, s in seen.items() if all(isinstance(x, Tensor) for x in (s.query, s.key, s.value))}
