@@ -43,6 +43,8 @@ from .ridge import RidgeSums, check_ridge
 log = logging.getLogger(__name__)
 
 JOINT_STEPS = 8  # of fitting the layers of a block together, at most
+JOINT_IMAGES = 256  # that they are fitted on, at least
+JOINT_EQUATIONS = 300  # outputs to be met for each of their weights; more images only take longer
 FEW_IMAGES = 1024  # up to so many, a view of each helps
 ROUNDS = 2  # of fitting again, where an activation makes the targets one-sided
 
@@ -212,9 +214,7 @@ class _Recovery:
         if not isinstance(slim, Tensor) or not isinstance(wide, Tensor) or slim.dim() != wide.dim():
             return None
         differing = [dim for dim in range(wide.dim()) if wide.shape[dim] != slim.shape[dim]]
-        room = kept_bytes() // 2  # beyond that, fewer images do
-        each = max(1, room // max(1, slim[0].numel() * 4 * max(map(len, self.ours.batches))))
-        full = full[:each]
+        full = full[: self._joint_batches(segment, slim[0].numel())]
         if not differing:
             return [output.float().clone() for output in full]
         index = kept_at(
@@ -223,6 +223,14 @@ class _Recovery:
         if len(differing) > 1 or index is None:
             return None
         return [output.float().index_select(differing[0], index.to(output.device)) for output in full]
+
+    def _joint_batches(self, segment: Segment, outputs: int) -> int:
+        """How many of this process's batches the layers of a segment are fitted together on: what the weights need."""
+        weights = sum(self.ours.modules[name].weight.numel() for name in segment.layers)
+        size = self.images / self.count
+        wanted = max(JOINT_IMAGES, JOINT_EQUATIONS * weights / outputs) / size  # batches of all processes
+        room = kept_bytes() // 2 // max(1, outputs * 4 * max(map(len, self.ours.batches)))
+        return max(1, min(sum(seed < wanted for seed in self.seeds), room))
 
     def _add_up(self, value: Tensor) -> Tensor:
         return value if self.accelerator is None else self.accelerator.reduce(value, "sum")

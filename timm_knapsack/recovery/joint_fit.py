@@ -52,7 +52,10 @@ class _Layer:
     def __init__(self, fitted: FittedLayer, module: nn.Module):
         self.fitted, self.module = fitted, module
         self.shifts = module.bias is not None or fitted.norm is not None
-        self.shift = torch.zeros(module.weight.shape[0], device=module.weight.device)
+        # a bias for the while, also where there is none: so it costs no pass of its own
+        self.bias = module.bias
+        own = module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias.detach().clone()
+        self.shift = nn.Parameter(own)
         gram = fitted.gram.double()
         if self.shifts:
             mean = fitted.mean.double().unsqueeze(2)
@@ -84,12 +87,12 @@ class _Layer:
         return torch.cholesky_solve(solved.transpose(1, 2), self.outputs).transpose(1, 2)
 
     def finish(self, modules: Mapping[str, nn.Module]) -> None:
-        """Hand the shift over to the bias, or to the norm behind the layer."""
-        if self.module.bias is not None:
-            self.module.bias.add_(self.shift.to(self.module.bias.dtype))
+        """Hand the shift over to the layer's own bias, or to the norm behind it."""
+        if self.bias is not None:
+            self.bias.copy_(self.shift)
         elif self.fitted.norm is not None:
             mean = modules[self.fitted.norm].running_mean
-            mean.sub_(self.shift.to(mean.dtype))
+            mean.sub_(self.shift.detach().to(mean.dtype))
 
 
 class JointFit:
@@ -184,14 +187,14 @@ class JointFit:
             layer.gradient = torch.zeros_like(layer.flat())
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch, (target, seed) in enumerate(zip(self.targets, self.seeds, strict=False)):
-            with torch.set_grad_enabled(gradients):
-                output = self.walk.run(batch, gradients=gradients)
-                lost = (output.float() - target).square().flatten(1).sum(1)
-                held = _held_out(len(lost), seed).to(lost.device)
-                fitted = lost[~held].sum() / self.scale[0]
-            sums += torch.stack([fitted.detach().double(), lost[held].detach().double().sum() / self.scale[1]])
+            output = self.walk.run(batch, gradients=gradients)
+            missed = output.detach().float() - target
+            lost = torch.linalg.vector_norm(missed, dim=list(range(1, missed.dim()))).double().square()
+            held = _held_out(len(lost), seed).to(lost.device)
+            sums += torch.stack([lost[~held].sum() / self.scale[0], lost[held].sum() / self.scale[1]])
             if gradients:
-                fitted.backward()
+                worth = (~held).to(missed) * (2 / self.scale[0])
+                output.backward(missed.mul_(worth.reshape(-1, *[1] * (missed.dim() - 1))).to(output.dtype))
                 self._collect()
         if gradients:
             for layer in self.layers:
@@ -269,33 +272,20 @@ class JointFit:
         """Layers add their shift and collect gradients; everything else in the student stays as it is."""
         parameters = list(self.walk.model.parameters())
         wanted = [parameter.requires_grad for parameter in parameters]
-        handles = []
         try:
             for parameter in parameters:
                 parameter.requires_grad_(False)
             for layer in self.layers:
                 layer.module.weight.requires_grad_(True)
-                layer.shift.requires_grad_(True)
                 if layer.shifts:
-                    handles.append(layer.module.register_forward_hook(_shifted(layer)))
+                    layer.module.bias = layer.shift
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            for layer in self.layers:
+                layer.module.bias = layer.bias
             for parameter, was in zip(parameters, wanted, strict=True):
                 parameter.requires_grad_(was)
                 parameter.grad = None
-            for layer in self.layers:
-                layer.shift = layer.shift.detach()
-
-
-def _shifted(layer: _Layer) -> Callable:
-    shape = (1, -1, 1, 1) if isinstance(layer.module, nn.Conv2d) else (-1,)
-
-    def hook(module, args, output):
-        return output + layer.shift.reshape(shape).to(output.dtype)
-
-    return hook
 
 
 def _held_out(count: int, seed: int) -> Tensor:

@@ -6,6 +6,7 @@ right. Each round lowers the squared distance from what is right, which is at le
 activation; still in closed form.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,10 @@ class Rectifier:
         usable = self.slope.abs() > 1e-6 * self.slope.abs().max().clamp_min(1e-30)
         slope = torch.where(usable, self.slope, torch.ones_like(self.slope))
         offset = self.offset + extra
-        goal, now = slope * wanted + offset, slope * made + offset
-        goal = torch.where(goal <= self.low, now.clamp_max(self.low), goal)
-        goal = torch.where(goal >= self.high, now.clamp_min(self.high), goal)
-        return torch.where(usable, (goal - offset) / slope, wanted)
+        goal, now = slope * wanted + offset, (slope * made).add_(offset)  # large: few new tensors, much in place
+        if not math.isinf(self.low):
+            goal = torch.where(goal <= self.low, now.clamp_max(self.low), goal)
+        if not math.isinf(self.high):
+            goal = torch.where(goal >= self.high, now.clamp_min(self.high), goal)
+        goal = goal.sub_(offset).div_(slope)
+        return goal if usable.all() else torch.where(usable, goal, wanted)

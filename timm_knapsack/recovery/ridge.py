@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import KnapsackError
+from ..maps.gram import add_gram, mirrored
 from ..maps.patches import flat_weight
 
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -102,7 +103,7 @@ class RidgeSums:
         """Means of x xᵀ [groups, inputs, inputs] and of x [groups, inputs] over all positions."""
         both = self.halves[0] + self.halves[1]
         count = both.count.clamp_min(1)
-        return both.gram / count, both.input_sum / count
+        return mirrored(both.gram) / count, both.input_sum / count
 
     @property
     def positions(self) -> int:
@@ -175,7 +176,7 @@ class _Sums:
 
     def add(self, x: Tensor, target: Tensor) -> None:
         self.count += x.shape[1]
-        self.gram += x.transpose(1, 2) @ x
+        add_gram(self.gram, x)
         self.input_sum += x.sum(1)
         self.add_target(x, target)
 
@@ -194,7 +195,7 @@ class _Normal:
         cross, mean_target = sums.cross / n, sums.target_sum / n
         if known is None:
             self.mean_input = sums.input_sum / n
-            self.gram = sums.gram / n
+            self.gram = mirrored(sums.gram).div_(n)
             self.made = self.gram @ now
             if shifts:
                 self.gram.sub_(self.mean_input.unsqueeze(2) * self.mean_input.unsqueeze(1))

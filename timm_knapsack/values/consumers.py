@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..maps.gram import add_gram, mirrored
 from ..maps.patches import draw_positions, flat_weight, outputs, patches
 from ..maps.walk import Execution, hooked
 from ..slim.channel_groups import ChannelGroup
@@ -89,7 +90,7 @@ class GramSums:
         middle = (x.shape[1] + 1) // 2
         for half, part in enumerate((x[:, :middle], x[:, middle:])):
             self.count[half] += part.shape[1]
-            self.gram[half] += part.transpose(1, 2) @ part
+            add_gram(self.gram[half], part)
             self.input[half] += part.sum(1)
 
     def reduce(self, add_up: Callable[[Tensor], Tensor]) -> None:
@@ -100,7 +101,7 @@ class GramSums:
         """Gram matrix and mean of the inputs, over all images or one half of them."""
         parts = slice(None) if half is None else slice(half, half + 1)
         count = self.count[parts].sum().clamp_min(1)
-        gram, mean = self.gram[parts].sum(0) / count, self.input[parts].sum(0) / count
+        gram, mean = mirrored(self.gram[parts].sum(0)).div_(count), self.input[parts].sum(0) / count
         return gram - mean.unsqueeze(2) * mean.unsqueeze(1) if centred else gram, mean
 
 
