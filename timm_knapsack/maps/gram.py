@@ -1,6 +1,5 @@
 """Sums of x xᵀ over many positions: half of such a matrix says it all, so half is computed."""
 
-import torch
 from torch import Tensor
 
 BLOCK = 512  # columns at once: wide enough for a fast product, narrow enough to leave the other half out
@@ -22,5 +21,7 @@ def add_gram(total: Tensor, x: Tensor) -> None:
 
 def mirrored(total: Tensor) -> Tensor:
     """The symmetric matrix whose upper half `add_gram` has added up."""
-    upper = total.triu()
-    return upper + upper.triu(1).transpose(1, 2)
+    result = total.clone()
+    for start in range(BLOCK, total.shape[2], BLOCK):  # blocks on the diagonal are whole already
+        result[:, start:, start - BLOCK : start] = total[:, start - BLOCK : start, start:].transpose(1, 2)
+    return result

@@ -12,7 +12,8 @@ from ..maps.gram import add_gram, mirrored
 from ..maps.patches import flat_weight
 
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-FEW_PENALTIES = (1e-3, 1e-1)  # for layers with inputs so many that a solve takes seconds; in float32, one half
+SINGLE_INPUTS = 256  # from so many on, penalties are compared in float32
+FEW_PENALTIES = (1e-3, 1e-1)  # for layers with inputs so many that a solve takes seconds; one half alone is fitted
 MANY_INPUTS = 1500
 
 
@@ -144,7 +145,7 @@ class RidgeSums:
             return math.inf
         many = self.now.shape[1] > MANY_INPUTS
         a, b = (_Normal(half, self.now, shifts) for half in self.halves)
-        if many:
+        if self.now.shape[1] >= SINGLE_INPUTS:
             a, b = a.single(), b.single()
         best, least = math.inf, 0.0  # no change at all
         for ridge in FEW_PENALTIES if many else PENALTIES:
