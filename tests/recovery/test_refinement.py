@@ -47,7 +47,7 @@ def test_it_comes_closer_to_the_teacher_on_images_it_has_not_seen():
     tk.recover(student, teacher, [noise(128)], kept=kept, joint=0, views=False)
     before = distance(student, teacher, noise(64, seed=9))
     taught = copy.deepcopy(teacher.state_dict())
-    found = refine_steps(student, teacher, [noise(128)], kept=kept, epochs=8)
+    found = refine_steps(student, teacher, [noise(128)], kept=kept)
     assert distance(student, teacher, noise(64, seed=9)) < before
     assert found.after < found.before and 0 < found.kept <= found.steps
     assert all(torch.equal(value, taught[name]) for name, value in teacher.state_dict().items())

@@ -1,7 +1,9 @@
 """Other views of the same images: resized crops, mirrored, a little brighter or paler; tensors in, tensors out.
 
 What a network gives for images it was trained on says little: it knows them by heart. For views of them it is about as
-unsure as for images it has never seen. A teacher has an answer for any view, so no label is needed.
+unsure as for images it has never seen. A teacher has an answer for any view, so no label is needed. It has one for two
+images that are mixed, too, and there are many more pairs than images: a student that learns from a thousand images by
+gradients learns them by heart from views, and does not from mixtures.
 """
 
 import torch
@@ -50,3 +52,33 @@ def random_views(images: Tensor, seed: int, share: float = 0.5) -> Tensor:
     shape = -1, 1, 1, 1
     views[changed] = seen * contrast[changed].reshape(shape).to(images) + brightness[changed].reshape(shape).to(images)
     return views
+
+
+def mixed_views(images: Tensor, seed: int) -> Tensor:
+    """Views of which each is mixed with another: blended where the seed is even, a box of it pasted in where it is odd.
+
+    Args:
+        images: [images, channels, height, width], normalised.
+        seed: fixes the views and the mixtures.
+
+    Example:
+        >>> images = torch.rand(4, 3, 8, 8)
+        >>> mixed_views(images, seed=0).shape
+        torch.Size([4, 3, 8, 8])
+    """
+    views = random_views(images, seed)
+    draw = torch.Generator().manual_seed(seed)
+    count, _, height, width = images.shape
+    others = views[torch.randperm(count, generator=draw).to(images.device)]
+
+    def uniform() -> Tensor:
+        return torch.rand(count, 1, 1, generator=draw)
+
+    if seed % 2 == 0:
+        return torch.lerp(views, others, uniform().unsqueeze(1).to(images))
+    side = uniform().sqrt()
+    inside = torch.ones(count, 1, 1, dtype=torch.bool)
+    for length, shape in ((height, (1, -1, 1)), (width, (1, 1, -1))):
+        start, place = (1 - side) * uniform() * length, torch.arange(length).reshape(shape)
+        inside = inside & (place >= start) & (place < start + side * length)
+    return torch.where(inside.unsqueeze(1).to(images.device), others, views)

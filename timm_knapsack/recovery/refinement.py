@@ -1,9 +1,10 @@
 """Refine: a few hundred gradient steps on the same unlabelled images, for users who don't have the training set.
 
-The student learns the teacher's outputs and the maps at the end of its blocks, on views of the images, by Adam with
-steps that are a fixed share of each weight's own size, so that no rate has to be chosen for a network. BatchNorm
-statistics stay as recovery left them. Images that are held out decide: the best of all states on the way is kept, and
-the first of them is the start, so that it never ends below where it began.
+The student learns the teacher's outputs and the maps at the end of its blocks, on mixed views of the images, by Adam
+with steps that are a fixed share of each weight's own size, so that no rate has to be chosen for a network. BatchNorm
+statistics stay as recovery left them. Images that are held out decide whether the last state is kept, or one on the
+way that is clearly better: the last steps are the smallest, and few images tell states apart poorly. The first of the
+states is the start, so that it never ends below where it began.
 """
 
 import copy
@@ -21,7 +22,7 @@ from ..maps.batches import image_batches, varied
 from ..maps.distance import gives_logits, output_distance
 from ..maps.precision import fast_passes
 from ..maps.taps import Tap, find_blocks, find_taps, kept_at, listen
-from ..maps.views import random_views
+from ..maps.views import mixed_views, random_views
 from ..slim.example_inputs import example_dtype
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
@@ -32,9 +33,10 @@ log = logging.getLogger(__name__)
 HELD_OUT = 8  # one in so many images decides which state is kept
 LEAST_IMAGES = 4
 BATCH = 32
-EPOCHS = 16
-CHECKS = 8  # states on the way that are compared
-STEP = 6e-3  # of a weight's own size, at the peak of the schedule
+EPOCHS = 24
+CHECKS = 6  # states on the way that are compared
+CLEARLY = 1.0  # standard errors by which an earlier state must be better than the last
+STEP = 12e-3  # of a weight's own size, at the peak of the schedule
 WARM_UP = 0.1  # of all steps
 INNER = 100.0  # weight of the blocks' relative squared error beside the outputs' divergence
 TEMPERATURE = 2.0
@@ -70,7 +72,8 @@ def refine(
 ) -> nn.Module:
     """Bring a recovered student closer to its teacher by gradients, without labels, in place; returns the student.
 
-    One in eight images is held out and decides which state is kept; the start is one of them.
+    One in eight images is held out and decides which state is kept; the start is one of them. The student never sees
+    an image alone, but pairs that are mixed, so that it does not learn the few there are by heart.
 
     Args:
         loader: images, or (images, labels); labels are not used. They are held in memory.
@@ -149,18 +152,20 @@ class _Refining:
     def run(self) -> Refinement:
         optimizer = torch.optim.Adam(_sized(self.student))
         references = [self._outputs(self.teacher, part) for part in self.held.split(BATCH)]
-        start = best = self._held_out_distance(references)
+        start = best = self._held_out_distances(references)
         state, kept_step = _copied(self.student), 0
         checks = {round(self.steps * (number + 1) / CHECKS) for number in range(CHECKS)}
         for step in range(1, self.steps + 1):
             self._step(optimizer, step)
             if step in checks:
-                now = self._held_out_distance(references)
-                log.info("refine: step %d of %d, held-out distance %.4g (start %.4g)", step, self.steps, now, start)
-                if now < best:
+                now = self._held_out_distances(references)
+                better, noise = self._comparison(best, now)
+                log.info("refine: step %d of %d, better by %.4g (noise %.2g)", step, self.steps, better, noise)
+                last = step == self.steps and kept_step > 0
+                if better > (-CLEARLY * noise if last else 0.0) and self._comparison(start, now)[0] > 0:
                     best, state, kept_step = now, _copied(self.student), step
         self.student.load_state_dict(state)
-        return Refinement(start, best, self.steps, kept_step)
+        return Refinement(self._mean(start), self._mean(best), self.steps, kept_step)
 
     def _step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         rate = STEP * min(1.0, step / (WARM_UP * self.steps)) * 0.5 * (1 + math.cos(math.pi * (step - 1) / self.steps))
@@ -174,13 +179,13 @@ class _Refining:
         optimizer.step()
 
     def _views(self, step: int) -> Tensor:
-        """Views of the images whose turn it is; every image comes once in each round."""
+        """Mixed views of the images whose turn it is; every image comes once in each round, or twice."""
         turns = max(1, len(self.images) // self.batch)
         round_, turn = divmod(step - 1, turns)
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(self.seed + round_))
         chosen = order[turn * self.batch : (turn + 1) * self.batch].to(self.device)
         rank = 0 if self.accelerator is None else self.accelerator.process_index
-        views = random_views(self.images[chosen], seed=(self.seed * 1009 + rank) * 1_000_003 + step)
+        views = mixed_views(self.images[chosen], seed=(self.seed * 1009 + rank) * 1_000_002 + step)
         return views.contiguous(memory_format=torch.channels_last)
 
     def _loss(self, images: Tensor) -> Tensor:
@@ -212,13 +217,21 @@ class _Refining:
         for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.reshape(parameter.shape).to(parameter.dtype)
 
-    def _held_out_distance(self, references: list) -> float:
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for reference, part in zip(references, self.held.split(BATCH), strict=True):
-            distances = output_distance(reference, self._outputs(self.student, part), self.logits)
-            sums += torch.stack([distances.double().sum(), torch.tensor(float(len(part)), device=self.device).double()])
-        total, count = self._add_up(sums)
+    def _held_out_distances(self, references: list) -> Tensor:
+        """Of each of this process's images that are held out."""
+        parts = zip(references, self.held.split(BATCH), strict=True)
+        return torch.cat([output_distance(r, self._outputs(self.student, x), self.logits) for r, x in parts]).double()
+
+    def _mean(self, distances: Tensor) -> float:
+        total, count = self._add_up(torch.stack([distances.sum(), distances.new_tensor(float(len(distances)))]))
         return float(total / count)
+
+    def _comparison(self, earlier: Tensor, now: Tensor) -> tuple[float, float]:
+        """By how much the distances have fallen in the mean, and the standard error of that."""
+        fallen = earlier - now
+        mean = self._mean(fallen)
+        count = float(self._add_up(fallen.new_tensor(float(len(fallen)))))
+        return mean, math.sqrt(max(self._mean(fallen.square()) - mean**2, 0.0) / max(count, 1.0))
 
     def _outputs(self, model: nn.Module, images: Tensor):
         with torch.no_grad():
