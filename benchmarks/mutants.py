@@ -2,16 +2,22 @@
 
     python benchmarks/mutants.py --named               # the eight that survived an earlier attack
     python benchmarks/mutants.py --sample 40 --seed 1  # of all that there are
-    python benchmarks/mutants.py --room knapsack       # all of one file's: minutes each, all together very long
+    python benchmarks/mutants.py --room knapsack       # all of one file's: seconds each, of all thirteen hours
 
 A run goes on where the last one stopped: what was tried is in ``benchmarks/results/mutants.jsonl``, under a digest of
 the file and its tests. The checkout is left alone: mutants live in a copy. Each is tried in a fork of this process,
-which has imported torch and timm once; first by the tests that are not in ``tests/slow_tests.txt``, then by those. The
-test that stops at a mutant must pass on the file as it is, or it would prove nothing.
+which has imported torch and timm once.
+
+The tests of a file run once as it is, which tells the lines and the time of each (``.mutants/``). A mutant is tried by
+those tests alone that run its line, the quickest first, until one fails; one that takes ten times as long as before
+(and half a minute more) has noticed, too. The test that stops at a mutant must pass on the file as it is, or it would
+prove nothing. A test that a mutant would need, but that reaches its line in another process or through a cache, is not
+tried: such a mutant counts as a survivor.
 """
 
 import argparse
 import ast
+import contextlib
 import copy
 import hashlib
 import importlib
@@ -23,19 +29,23 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
-TIMEOUT = 1800
+LINES = ROOT / ".mutants"
+PATIENCE, FACTOR = 30.0, 10.0  # seconds that a test may take besides, and how many times those that it took before
 _PASSING: set[str] = set()  # tests that were seen to pass on the files as they are
-NO_TESTS = 5  # pytest's exit code where no test has these marks
 PRELOADED = ("torch", "timm", "scipy.optimize", "scipy.sparse.csgraph", "pytest", "hypothesis", "accelerate",
              "huggingface_hub", "safetensors.torch")  # fmt: skip
+QUIET = ("-p", "no:cacheprovider", "-p", "no:xdist")
 
 # Room → file, and the tests that should notice; the fastest and most likely first.
 ROOMS = {
@@ -79,6 +89,7 @@ class Mutant:
 
     room: str
     what: str
+    lines: range
     make: Callable[[], str]
 
     @cached_property
@@ -95,7 +106,9 @@ def mutants(room: str) -> Iterator[Mutant]:
     tree = ast.parse(_source(room))
     for number, node in enumerate(ast.walk(tree)):
         for turn, (what, _) in enumerate(_changes(node)):
-            yield Mutant(room, f"line {node.lineno}: {what}", partial(_mutated, tree, number, turn))
+            part = node.test if isinstance(node, ast.If) else node
+            lines = range(part.lineno, part.end_lineno + 1)
+            yield Mutant(room, f"line {node.lineno}: {what}", lines, partial(_mutated, tree, number, turn))
 
 
 def _mutated(tree: ast.AST, number: int, turn: int) -> str:
@@ -159,7 +172,7 @@ def main() -> int:
             room, what, key = mutant.room, mutant.what, mutant.key
             if key not in known:
                 began = time.monotonic()
-                known[key], test = _try(Path(folder), room, mutant.text)
+                known[key], test = _try(Path(folder), mutant)
                 row = {"key": key, "room": room, "what": what, "outcome": known[key], "test": test}
                 with open(RESULTS, "a") as file:
                     file.write(json.dumps({**row, "seconds": round(time.monotonic() - began)}) + "\n")
@@ -185,7 +198,10 @@ def _named(rooms: list[str]) -> Iterator[Mutant]:
             raise SystemExit(f"{ROOMS[room][0]} has {source.count(old)} times {old!r}, expected once: put NAMED right")
         if room in rooms:
             what = f"{old.strip().splitlines()[0]} → {new.strip()}"
-            yield Mutant(room, what, partial(source.replace, old, new))
+            first = source[: source.index(old)].count("\n") + 1
+            yield Mutant(
+                room, what, range(first, first + old.rstrip().count("\n") + 1), partial(source.replace, old, new)
+            )
 
 
 def _known() -> dict[str, str]:
@@ -204,41 +220,134 @@ def _preload() -> None:
         raise SystemExit(f"{own[0]} was imported before it could be mutated")
 
 
-def _try(folder: Path, room: str, text: str) -> tuple[str, str]:
+def _try(folder: Path, mutant: Mutant) -> tuple[str, str]:
     """The outcome, and the test that noticed."""
-    file, tests = ROOMS[room]
-    target = folder / "timm_knapsack" / file
+    plan = _plan(folder, mutant)
+    if not plan:
+        return "survived", ""
+    target = folder / "timm_knapsack" / ROOMS[mutant.room][0]
     whole = target.read_text()
-    target.write_text(text)
+    target.write_text(mutant.text)
     try:
-        for marks in ("not browser and not slow", "not browser and slow"):
-            outcome, test = _tested(folder, [f"tests/{test}" for test in tests], marks)
-            if outcome != "survived":
-                break
+        outcome, test = _tested(folder, plan)
     finally:
         target.write_text(whole)
     if test and test not in _PASSING:
-        if _tested(folder, [test], "not browser") != ("survived", ""):
-            raise SystemExit(f"{room}: {test} fails on the file as it is")
+        if _tested(folder, {test: plan.get(test, PATIENCE)}) != ("survived", ""):
+            raise SystemExit(f"{mutant.room}: {test} fails on the file as it is")
         _PASSING.add(test)
     return outcome, test
 
 
-class _FirstFailure:
-    """A plugin of pytest that writes down which test failed first."""
+def _plan(folder: Path, mutant: Mutant) -> dict[str, float]:
+    """The tests that run the mutant's lines and the seconds each took, the quickest first."""
+    found = _lines_of_tests(folder, mutant.room)
+    lines, at_import = set(mutant.lines), set(found["import"])
+    reached = {
+        test: row["seconds"]
+        for test, row in found["tests"].items()
+        if row["lines"] and (lines & at_import or lines & set(row["lines"]))
+    }
+    return dict(sorted(reached.items(), key=lambda item: item[1]))
 
-    def __init__(self, file: Path):
-        self.file = file
+
+@cache
+def _lines_of_tests(folder: Path, room: str) -> dict:
+    """What each test of the room runs of its file, in a fork, or as an earlier run of the same files has found."""
+    digest = hashlib.sha256(_source(room).encode() + _tests_of(room)).hexdigest()[:20]
+    result = LINES / f"{digest}.json"
+    if not result.exists():
+        LINES.mkdir(exist_ok=True)
+        print(f"{room}: which test runs which line", flush=True)
+        found = folder / "lines.json"
+        plugin = _Lines(str(folder / "timm_knapsack" / ROOMS[room][0]), found)
+        _wait(_forked(folder, [f"tests/{test}" for test in ROOMS[room][1]], plugin, "not browser"))
+        shutil.move(found, result)
+    return json.loads(result.read_text())
+
+
+class _Lines:
+    """A plugin of pytest: the lines of one file that each test runs, and its time.
+
+    What a test sets up counts for all tests of its module: a fixture may serve them all.
+    """
+
+    def __init__(self, file: str, result: Path):
+        self.file, self.result = file, result
+        self.now: set[int] = set()
+        self.at_import = self.now
+        self.tests: dict[str, dict] = {}
+        self.set_up: dict[str, set[int]] = {}
+
+    def start(self):
+        sys.settrace(self.called)
+        threading.settrace(self.called)
+
+    def called(self, frame, event, argument):
+        return self.line if frame.f_code.co_filename == self.file else None
+
+    def line(self, frame, event, argument):
+        if event == "line":
+            self.now.add(frame.f_lineno)
+        return self.line
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.now = set()
+        self.tests[nodeid] = {"seconds": 0.0, "passed": True, "lines": self.now}
 
     def pytest_runtest_logreport(self, report):
-        if report.failed and not self.file.exists():
-            self.file.write_text(report.nodeid)
+        row = self.tests[report.nodeid]
+        row["seconds"] += report.duration
+        row["passed"] &= report.passed
+        if report.when == "setup":
+            self.set_up.setdefault(report.nodeid.partition("::")[0], set()).update(self.now)
+
+    def pytest_sessionfinish(self):
+        sys.settrace(None)
+        rows = {
+            test: {"seconds": row["seconds"], "lines": sorted(row["lines"] | self.set_up[test.partition("::")[0]])}
+            for test, row in self.tests.items()
+            if row["passed"]
+        }
+        self.result.write_text(json.dumps({"import": sorted(self.at_import), "tests": rows}))
 
 
-def _tested(folder: Path, tests: list[str], marks: str) -> tuple[str, str]:
-    """Run these tests in a fork of this process; its children end with it."""
-    failure = folder / "first_failure"
-    failure.unlink(missing_ok=True)
+class _Planned:
+    """A plugin of pytest: these tests in this order, each in its time; the one that fails is written down."""
+
+    def __init__(self, plan: dict[str, float], file: Path):
+        self.plan, self.file = plan, file
+
+    def start(self):
+        pass
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        by_name = {item.nodeid: item for item in items}
+        items[:] = [by_name[test] for test in self.plan if test in by_name]
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.file.write_text(nodeid)  # if it ends this process
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE + FACTOR * self.plan[nodeid])  # which ends it, if it is too slow
+
+    def pytest_runtest_logfinish(self):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _tested(folder: Path, plan: dict[str, float]) -> tuple[str, str]:
+    """Run these tests until one fails: the outcome, and which."""
+    last = folder / "last_test"
+    last.unlink(missing_ok=True)
+    files = list(dict.fromkeys(test.partition("::")[0] for test in plan))
+    code = _wait(_forked(folder, files, _Planned(plan, last), "not browser"))
+    if code == 0:
+        return "survived", ""
+    test = last.read_text() if last.exists() else next(iter(plan))  # it can't even be imported
+    return ("killed, by time" if code == -signal.SIGALRM else "killed"), test
+
+
+def _forked(folder: Path, tests: list[str], plugin: object, marks: str) -> int:
+    """Start pytest in a fork of this process."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
@@ -248,21 +357,18 @@ def _tested(folder: Path, tests: list[str], marks: str) -> tuple[str, str]:
             os.dup2(null, stream)
         sys.path[:0] = [str(folder)]
         os.environ["PYTHONPATH"] = str(folder)
-        import pytest
+        options = ["-x"] if isinstance(plugin, _Planned) else []
+        plugin.start()
+        os._exit(int(pytest.main([*options, "-q", *QUIET, "-m", marks, *tests], plugins=[plugin])))
+    return child
 
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
-        os._exit(int(pytest.main([*options, *tests], plugins=[_FirstFailure(failure)])))
-    end = time.monotonic() + TIMEOUT
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            survived = os.waitstatus_to_exitcode(status) in (0, NO_TESTS)
-            test = failure.read_text() if failure.exists() else "" if survived else tests[0]  # it can't be imported
-            return ("survived" if survived else "killed"), test
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "killed, by time", ""
+
+def _wait(child: int) -> int:
+    """Its exit code; what it has started ends with it."""
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(status)
 
 
 if __name__ == "__main__":
