@@ -86,6 +86,7 @@ EXPLAINED = {
     ("width search", "40 → 41"): "the most rounds there may be: the search ends long before, and one more is no worse",
     ("knapsack", "worth > 0 → GtE"): "at a worth of exactly 0 the bound holds as well",
     ("verification", "group.size > 1 → GtE"): "a group of one unit would only be tried more often",
+    ("checkpoints", "20 → 21"): "files are read in larger blocks: the checksum is the same",
     ("grouping", "(full, dim) in number and size > 1 → Or"): "all dims are in it, and one of size 1 can't shrink",
 }
 

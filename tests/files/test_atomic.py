@@ -149,17 +149,26 @@ def test_a_folder_without_permission_is_named_by_the_file(tmp_path, monkeypatch)
     assert caught.value.filename == str(tmp_path / "a.txt")
 
 
-def test_links_are_carried_over_wherever_they_lead(tmp_path):
-    """They are no data of this folder: nothing to flush, and one that leads nowhere is no error."""
-    folder = tmp_path / "net"
+def test_links_are_carried_over_wherever_they_lead(tmp_path, monkeypatch):
+    """They are no data of this folder: what they lead to is not flushed, and one that leads nowhere is no error."""
+    folder, fsync, flushed = tmp_path / "net", os.fsync, []
+
+    def noted_fsync(descriptor):
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    (tmp_path / "large").touch()
     with replacing_folder(folder) as new:
         (new / "inner").mkdir()
         os.symlink("nowhere", new / "dangling")
         os.symlink("nowhere", new / "inner" / "dangling")
         os.symlink(tmp_path, new / "up")
+        os.symlink(tmp_path / "large", new / "outside")
     with replacing_folder(folder) as new:
         (new / "other").touch()
-    assert sorted(os.listdir(folder)) == ["dangling", "inner", "other", "up"]
+    assert sorted(os.listdir(folder)) == ["dangling", "inner", "other", "outside", "up"]
+    assert "other" in flushed and "large" not in flushed
     assert os.readlink(folder / "dangling") == "nowhere" and os.readlink(folder / "up") == str(tmp_path)
 
 

@@ -308,8 +308,10 @@ def test_a_bound_that_is_reached_is_not_below_the_optimum():
 
 
 @pytest.mark.parametrize("limit", ["at most so many", "at least so many"])
-def test_the_fee_is_about_the_best(limit):
-    """Any fee gives a bound; the search for it must come near to the least of those on a fine grid."""
+def test_the_fee_is_about_the_best_and_soon_found(limit, monkeypatch):
+    """Any fee gives a bound; the search for it must come near to the least of those on a fine grid, and then stop."""
+    relaxation, trials = knapsack_exact._Relaxation, []
+    monkeypatch.setattr(knapsack_exact, "_Relaxation", lambda *args: trials.append(args) or relaxation(*args))
     for seed in range(10):
         rng = np.random.default_rng(seed)
         values, weights = rng.uniform(1, 2, 50), rng.integers(50, 100, 50)
@@ -317,7 +319,9 @@ def test_the_fee_is_about_the_best(limit):
         count = int(knapsack_exact._Relaxation(values, weights, capacity).taken.sum())
         most = limit == "at most so many"
         count, end = (count, float(values.max())) if most else (count + 1, -math.inf)
+        trials.clear()
         found = knapsack_exact._with_best_fee(values, weights, capacity, count, end)
+        assert len(trials) <= 20
         fees = np.linspace(0, end if most else -20.0, 4001)
         grid = [knapsack_exact._Relaxation(values, weights, capacity, fee, count) for fee in fees.tolist()]
         least = min(relaxation.bound for relaxation in grid if relaxation.is_sound)

@@ -51,6 +51,19 @@ def test_the_penalty_is_the_best_of_those_tried(noise, many, monkeypatch):
     assert sums.fit(None, shifts=False).ridge == min(offered, key=error)
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_the_penalty_is_a_share_of_the_inputs_mean_square(scale):
+    layer, draw = nn.Linear(6, 3, bias=False), torch.Generator().manual_seed(0)
+    x, target = (torch.randn(1, 50, n, generator=draw, dtype=torch.float64) * scale for n in (6, 3))
+    sums = RidgeSums(layer)
+    sums.add(x, target)
+    now = layer.weight.detach().double().T
+    gram = x[0].T @ x[0] / 50
+    damped = gram + 0.1 * gram.diagonal().mean() * torch.eye(6, dtype=gram.dtype)
+    change = torch.linalg.solve(damped, x[0].T @ (target[0] - x[0] @ now) / 50)
+    torch.testing.assert_close(sums.fit(0.1, shifts=False).flat[0], now + change)
+
+
 def test_without_a_second_half_nothing_is_changed():
     layer = nn.Linear(6, 3)
     sums, _ = sums_of(layer, 1, noise=0.0)
