@@ -56,7 +56,12 @@ ROOMS = {
     "attributes": ("slim/attributes.py", ["slim", "channels/test_channel_groups.py"]),
     "grouping": (
         "channels/grouping.py",
-        ["channels/test_channel_groups.py", "channels/test_channel_rules.py", "costs/test_activations.py"],
+        [
+            "channels/test_channel_groups.py",
+            "channels/test_channel_rules.py",
+            "channels/test_shared_parameters.py",
+            "costs/test_activations.py",
+        ],
     ),
     "verification": ("channels/dry_run.py", ["channels/test_dry_run.py", "channels/test_channel_groups.py"]),
     "values": ("channels/value_check.py", ["channels/test_value_check.py", "pruning/test_chosen_widths.py"]),
@@ -68,13 +73,17 @@ ROOMS = {
     "hub": ("hub/saving.py", ["hub/test_config_json.py", "hub/test_hub.py"]),
 }
 
+# Files of few decisions, which are not drawn from unless --room names them.
+MORE_ROOMS = {"saved model": ("hub/verification.py", ["hub/test_hub.py"])}
+ALL_ROOMS = ROOMS | MORE_ROOMS
+
 # What survived once: room, the text (it stands once in the file), and what it becomes.
 NAMED = [
     ("width search", "return there if np.abs(there - here).max() <= 1 else (here + there) / 2", "return there"),
     ("slim", "if attribute.at(sizes) != attribute.at(groups.sizes):",
      "if abs(attribute.at(sizes) - attribute.at(groups.sizes)) > 1:"),
     ("knapsack", "self.gap = worth * part + fee * self.spare", "self.gap = worth * part - fee * self.spare"),
-    ("hub", "if not torch.equal(tensor, state[name].to(tensor.dtype)):", "if False:"),
+    ("saved model", "if not torch.equal(tensor, state[name].to(tensor.dtype)):", "if False:"),
     ("effort", "if any(now > most for now, most in zip(self.effort, self.limit, strict=True)):", "if False:"),
     ("verification", "if len(left) != len(slim) or (left[known] != unit[slim][known]).any():", "if False:"),
     ("files", "        flush(new)\n        os.replace(new, path)\n", "        os.replace(new, path)\n"),
@@ -87,7 +96,6 @@ EXPLAINED = {
     ("knapsack", "worth > 0 → GtE"): "at a worth of exactly 0 the bound holds as well",
     ("verification", "group.size > 1 → GtE"): "a group of one unit would only be tried more often",
     ("checkpoints", "20 → 21"): "files are read in larger blocks: the checksum is the same",
-    ("grouping", "(full, dim) in number and size > 1 → Or"): "all dims are in it, and one of size 1 can't shrink",
 }
 
 COPIED = ("timm_knapsack", "tests", "benchmarks", "recipes", "model_cards", "docs", "pyproject.toml", "README.md")
@@ -133,13 +141,13 @@ def _mutated(tree: ast.AST, number: int, turn: int) -> str:
 
 
 def _source(room: str) -> str:
-    return (ROOT / "timm_knapsack" / ROOMS[room][0]).read_text()
+    return (ROOT / "timm_knapsack" / ALL_ROOMS[room][0]).read_text()
 
 
 @cache
 def _tests_of(room: str) -> tuple[str, ...]:
     """The files of a room's tests."""
-    paths = [ROOT / "tests" / place for place in ROOMS[room][1]]
+    paths = [ROOT / "tests" / place for place in ALL_ROOMS[room][1]]
     files = [file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
     return tuple(str(file.relative_to(ROOT)) for file in files)
 
@@ -173,12 +181,12 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, object]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--room", choices=ROOMS, action="append")
+    parser.add_argument("--room", choices=ALL_ROOMS, action="append")
     parser.add_argument("--sample", type=int, help="so many, drawn by --seed, the files by turns")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--named", action="store_true", help="those that survived an earlier attack")
     options = parser.parse_args()
-    rooms = options.room or list(ROOMS)
+    rooms = options.room or list(ALL_ROOMS if options.named else ROOMS)
     chosen = list(_named(rooms)) if options.named else [mutant for room in rooms for mutant in mutants(room)]
     if options.sample is not None:
         chosen = _by_turns(chosen, options.seed)[: options.sample]
@@ -230,7 +238,7 @@ def _by_turns(chosen: list[Mutant], seed: int) -> list[Mutant]:
     rooms: dict[str, list] = {}
     for mutant in random.Random(seed).sample(chosen, len(chosen)):
         rooms.setdefault(mutant.room, []).append(mutant)
-    turns = itertools.zip_longest(*(rooms[room] for room in ROOMS if room in rooms))
+    turns = itertools.zip_longest(*(rooms[room] for room in ALL_ROOMS if room in rooms))
     return [mutant for turn in turns for mutant in turn if mutant is not None]
 
 
@@ -238,7 +246,9 @@ def _named(rooms: list[str]) -> Iterator[Mutant]:
     for room, old, new in NAMED:
         source = _source(room)
         if source.count(old) != 1:
-            raise SystemExit(f"{ROOMS[room][0]} has {source.count(old)} times {old!r}, expected once: put NAMED right")
+            raise SystemExit(
+                f"{ALL_ROOMS[room][0]} has {source.count(old)} times {old!r}, expected once: put NAMED right"
+            )
         if room in rooms:
             what = f"{old.strip().splitlines()[0]} → {new.strip()}"
             first = source[: source.index(old)].count("\n") + 1
@@ -263,7 +273,7 @@ def _try(folder: Path, mutant: Mutant) -> tuple[str, str]:
     plan = _plan(folder, mutant)
     if not plan:
         return "survived", ""
-    target = folder / "timm_knapsack" / ROOMS[mutant.room][0]
+    target = folder / "timm_knapsack" / ALL_ROOMS[mutant.room][0]
     whole = target.read_text()
     target.write_text(mutant.text)
     try:
@@ -297,7 +307,7 @@ def _lines_of_tests(folder: Path, room: str, file: str) -> dict:
         LINES.mkdir(exist_ok=True)
         print(f"{room}: which test of {file} runs which line", flush=True)
         found = folder / "lines.json"
-        plugin = _Lines(str(folder / "timm_knapsack" / ROOMS[room][0]), found)
+        plugin = _Lines(str(folder / "timm_knapsack" / ALL_ROOMS[room][0]), found)
         _wait(_forked(folder, [file], plugin, "not browser"))
         shutil.move(found, result)
     return json.loads(result.read_text())

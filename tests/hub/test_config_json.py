@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 import timm_knapsack as tk
@@ -32,6 +33,16 @@ def test_a_model_that_says_nothing_is_one_of_timms_usual():
     made = _config_json(torch.nn.Identity(), ChannelConfig("resnet18", {}), {}, {})
     assert made["num_classes"] == made["pretrained_cfg"]["num_classes"] == 1000
     assert made["pretrained_cfg"]["input_size"] == [3, 224, 224]
+
+
+@pytest.mark.parametrize("said, written", [(None, None), ("me/net", "me/net"), (True, "timm/net.in1k")])
+def test_weights_are_claimed_only_where_somebody_says_so(said, written, tmp_path):
+    """The base's own name is taken only if that is asked for: a model does not remember where its weights came from."""
+    model = timm.create_model("knapsack_pruned", channels=ChannelConfig("cifar_resnet8x2", {}))
+    model.pretrained_cfg["hf_hub_id"] = "timm/net.in1k"
+    folder = tk.save_pretrained(model, tmp_path / "net", base_model=said, verify=False)
+    made = json.loads((folder / "config.json").read_text())["timm_knapsack"]
+    assert made.get("base_model") == written
 
 
 def test_how_it_was_pruned_is_written(tmp_path):
