@@ -290,6 +290,38 @@ def test_rounding_is_no_mistake():
     assert groups.verified == "values" and {g.name: g.size for g in groups} == {"conv1": 6, "conv2": 5}
 
 
+class SlightlyWider(PlainChain):
+    """Differs with the width by some 1e-8: more than double precision rounds, less than single precision does."""
+
+    through = torch.float64
+
+    def features(self, x):
+        x = self.conv1(x).to(self.through).to(x.dtype)
+        return self.conv2((x * (1 + 1e-8 * x.shape[1])).relu()).relu()
+
+
+class SlightlyWiderInSingle(SlightlyWider):
+    through = torch.float32
+
+
+def test_what_the_coarsest_precision_rounds_away_is_no_mistake():
+    single = tk.find_channel_groups(SlightlyWiderInSingle(), torch.empty(SHAPE))
+    assert single.verified == "values" and single["conv1"].size == 6
+    double = tk.find_channel_groups(SlightlyWider(), torch.empty(SHAPE))
+    assert "conv1" not in double.by_name and "outputs differ" in double.frozen["conv1"]
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_differences_are_relative_to_the_largest_number_of_their_output(scale):
+    right = [torch.tensor([0.0, 4.0], dtype=torch.float64) * scale, torch.tensor([3, 5])]
+    assert value_check._difference(right, right) == 0
+    off = [right[0] + torch.tensor([0.01, 0.0], dtype=torch.float64) * scale, right[1]]
+    assert value_check._difference(off, right) == pytest.approx(0.0025)
+    assert value_check._difference([right[0], torch.tensor([3, 6])], right) == 1
+    assert value_check._difference([right[0] * float("nan"), right[1]], right) == float("inf")
+    assert value_check._difference(right[:1], right) == float("inf")
+
+
 class HiddenByANorm(PlainChain):
     """Twice as large or not makes no difference behind the norm of each map, but for its eps."""
 

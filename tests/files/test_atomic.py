@@ -149,6 +149,46 @@ def test_a_folder_without_permission_is_named_by_the_file(tmp_path, monkeypatch)
     assert caught.value.filename == str(tmp_path / "a.txt")
 
 
+def test_links_are_carried_over_wherever_they_lead(tmp_path, monkeypatch):
+    """They are no data of this folder: what they lead to is not flushed, and one that leads nowhere is no error."""
+    folder, fsync, flushed = tmp_path / "net", os.fsync, []
+
+    def noted_fsync(descriptor):
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    (tmp_path / "large").touch()
+    with replacing_folder(folder) as new:
+        (new / "inner").mkdir()
+        os.symlink("nowhere", new / "dangling")
+        os.symlink("nowhere", new / "inner" / "dangling")
+        os.symlink(tmp_path, new / "up")
+        os.symlink(tmp_path / "large", new / "outside")
+    with replacing_folder(folder) as new:
+        (new / "other").touch()
+    assert sorted(os.listdir(folder)) == ["dangling", "inner", "other", "outside", "up"]
+    assert "other" in flushed and "large" not in flushed
+    assert os.readlink(folder / "dangling") == "nowhere" and os.readlink(folder / "up") == str(tmp_path)
+
+
+def test_where_the_new_folder_can_not_take_the_name_the_old_one_has_it_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic, "_exchange", atomic._exchange_by_renames)  # as on a system without renameat2
+    folder, rename = tmp_path / "net", os.rename
+    with replacing_folder(folder) as new:
+        (new / "a").write_text("old")
+
+    def refusing(source, target):
+        if Path(target) == folder and ".writing." in Path(source).name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refusing)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)), replacing_folder(folder) as new:
+        (new / "a").write_text("new")
+    assert (folder / "a").read_text() == "old" and os.listdir(tmp_path) == ["net"]
+
+
 # ---- a process that is killed
 
 
@@ -247,6 +287,23 @@ def test_an_abandoned_place_is_removed(tmp_path):
     (tmp_path / ".aXtxt.writing.0badcafe").mkdir()  # another file's
     write_text(tmp_path / "a.txt", "whole")
     assert sorted(os.listdir(tmp_path)) == [".aXtxt.writing.0badcafe", "a.txt"]
+
+
+def test_a_place_that_is_taken_for_abandoned_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    locked, places = atomic._locked, []
+
+    def too_late(place, wait=True):
+        lock = locked(place, wait)
+        places.append(place)
+        if len(places) == 1:
+            place.rmdir()
+        return lock
+
+    monkeypatch.setattr(atomic, "_locked", too_late)
+    before = sorted(os.listdir("/proc/self/fd"))
+    write_text(tmp_path / "a.txt", "whole")
+    assert len(set(places)) == 2 and (tmp_path / "a.txt").read_text() == "whole"
+    assert sorted(os.listdir("/proc/self/fd")) == before, "a lock is still held"
 
 
 def test_writers_at_the_same_time_do_not_mix(tmp_path):

@@ -293,6 +293,41 @@ def test_beyond_max_states_the_bound_says_that_nothing_is_proven():
     assert unproven >= 2
 
 
+def test_a_bound_that_is_reached_is_not_below_the_optimum():
+    """A subset that fills the capacity to the last unit is worth all that the LP bound allows, and no rounding more."""
+    tight = 0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        weights = rng.integers(10, 10_000, 40)
+        values, capacity = weights / 7, int(weights[rng.random(40) < 0.5].sum())
+        optimum = solve_knapsack(values, weights, capacity)
+        limited = solve_knapsack(values, weights, capacity, max_states=1)
+        assert optimum.value <= limited.upper_bound
+        tight += limited.value < optimum.value == pytest.approx(limited.upper_bound, rel=1e-11)
+    assert tight >= 10
+
+
+@pytest.mark.parametrize("limit", ["at most so many", "at least so many"])
+def test_the_fee_is_about_the_best_and_soon_found(limit, monkeypatch):
+    """Any fee gives a bound; the search for it must come near to the least of those on a fine grid, and then stop."""
+    relaxation, trials = knapsack_exact._Relaxation, []
+    monkeypatch.setattr(knapsack_exact, "_Relaxation", lambda *args: trials.append(args) or relaxation(*args))
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        values, weights = rng.uniform(1, 2, 50), rng.integers(50, 100, 50)
+        capacity = int(weights.sum()) // 3
+        count = int(knapsack_exact._Relaxation(values, weights, capacity).taken.sum())
+        most = limit == "at most so many"
+        count, end = (count, float(values.max())) if most else (count + 1, -math.inf)
+        trials.clear()
+        found = knapsack_exact._with_best_fee(values, weights, capacity, count, end)
+        assert len(trials) <= 20
+        fees = np.linspace(0, end if most else -20.0, 4001)
+        grid = [knapsack_exact._Relaxation(values, weights, capacity, fee, count) for fee in fees.tolist()]
+        least = min(relaxation.bound for relaxation in grid if relaxation.is_sound)
+        assert found.bound <= least + 1e-5 * grid[0].gap
+
+
 def test_dp_says_how_much_memory_it_would_need():
     with pytest.raises(BudgetError, match=r"needs 1\.17 GiB for 2 items × 77000001 capacities, above max_table_bytes"):
         solve_knapsack([1.0, 2.0], [76_999_999, 77_000_000], 77_000_000, method="dp", max_table_bytes=2**30)

@@ -42,6 +42,15 @@ def test_a_width_that_computes_something_else_is_named():
     assert list(reasons) == ["conv1"] and "at the width that was chosen" in reasons["conv1"]
 
 
+def test_a_choice_is_compared_once(monkeypatch):
+    """There is nothing to draw: the units are those that were chosen."""
+    net, groups, _ = found()
+    cut, calls = value_check.slice_model, []
+    monkeypatch.setattr(value_check, "slice_model", lambda *args: calls.append(1) or cut(*args))
+    assert differing(groups, net, groups.check_keep({"conv1": [0, 1, 5], "conv2": [0, 2]})) == {}
+    assert len(calls) == 1
+
+
 def test_pruning_goes_round_it_and_says_so():
     net, groups, scores = found()
     bounds = {"conv1": (5, 6)}

@@ -248,3 +248,38 @@ def test_going_half_of_the_way_finds_better_widths_than_going_all_of_it(monkeypa
     monkeypatch.setattr(width_search, "_moved", lambda here, there: there)
     whole_steps = values()
     assert (whole_steps <= damped * (1 + 1e-9)).all() and (whole_steps / damped).min() < 0.98
+
+
+# ---- the steps of the search
+
+
+def alone(constants):
+    """A cost that is a sum over groups, each unit ``constants[g]``."""
+    terms = [CostTerm(f"conv{g}", constant, (Count(0, ((g, 1),)),)) for g, constant in enumerate(constants)]
+    return ProductCost("macs", "macs", terms, len(constants))
+
+
+def test_a_budget_of_exactly_everything_needs_no_search():
+    ladders = [ladder([3.0, 2.0, 1.0], 1, 3, 1) for _ in range(2)]
+    cost = chain("macs", [3, 3], [1, 5])
+    solution = search_widths(ladders, [cost], {"macs": cost.at([3, 3])})
+    assert solution.counts == [3, 3] and solution.rounds == 0
+    assert solution.value == solution.upper_bound == 12
+
+
+def test_near_the_budget_one_unit_goes_at_a_time():
+    """The one that is worth least for its cost; far from it, several groups at once."""
+    cost, ladders = alone([10] * 6), [ladder([9.0, 5.0, 1.0 + g], 1, 3, 1) for g in range(6)]
+    counts = np.full(6, 3.0)
+    shrunk = width_search._shrunk_to_fit(ladders, [cost], {"macs": 175}, counts)
+    assert shrunk.tolist() == [2, 3, 3, 3, 3, 3] and counts.tolist() == [3] * 6
+    assert width_search._shrunk_to_fit(ladders, [cost], {"macs": 60}, counts).tolist() == [1] * 6
+
+
+def test_room_is_filled_by_value_for_its_cost():
+    cost = alone([1, 10])
+    ladders = [ladder([9.0, 2.0, 2.0], 1, 3, 1), ladder([9.0, 3.0], 1, 2, 1)]
+    filled = width_search._filled(ladders, [cost], {"macs": 13 + 8}, np.array([1.0, 1.0]))
+    assert filled.tolist() == [3, 1]
+    assert width_search._filled(ladders, [cost], {"macs": 21}, np.array([1.0, 1.0]), held=0).tolist() == [1, 2]
+    assert width_search._filled(ladders, [cost], {"macs": 22}, np.array([1.0, 1.0])).tolist() == [3, 1]

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import timm_knapsack  # noqa: F401  (before timm)
 import timm  # isort: skip
 from timm_knapsack.errors import TrainingError
 from timm_knapsack.maps.taps import Tap, find_blocks, find_convs, find_stages, find_taps, listen
+from timm_knapsack.training import distillation
 from timm_knapsack.training.distillation import DistillationConfig, DistillationModule, kd_loss
 
 
@@ -406,3 +408,18 @@ def test_maps_that_differ_in_more_than_channels_are_refused(pair):
     strided.stem.stride = (2, 2)
     with pytest.raises(TrainingError, match=r"blocks.0: .*channels only, but dims \[1, 2, 3\] differ"):
         DistillationModule(strided, teacher, example=images)
+
+
+def test_maps_that_do_not_correspond_are_refused():
+    tap = SimpleNamespace(name="blocks.0", module="blocks.0")
+    teacher = torch.zeros(2, 8, 4, 4)
+    assert distillation._channel_dim(tap, torch.zeros(2, 5, 4, 4), teacher) == 1
+    for student, shown in ((None, "None"), (torch.zeros(2, 5, 16), r"\(2, 5, 16\)")):
+        with pytest.raises(TrainingError, match=rf"do not correspond: student {shown}, teacher \(2, 8, 4, 4\)"):
+            distillation._channel_dim(tap, student, teacher)
+
+
+def test_the_error_names_the_layers_whose_entry_would_do(pair):
+    student, teacher, images, _ = pair
+    with pytest.raises(TrainingError, match=r"kept\['blocks.0'\].* a layer inside: blocks.0.conv2\)"):
+        DistillationModule(student, teacher, DistillationConfig(ikd_init="selection"), example=images)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from timm_knapsack.errors import CheckpointError, TrainingError
 from timm_knapsack.files.plain_json import write_json
+from timm_knapsack.training.checkpoints import read_checkpoint, write_checkpoint
 from timm_knapsack.training.finetuning import FinetuneConfig, evaluate, finetune
 
 
@@ -84,6 +85,28 @@ def test_impossible_counters_are_refused(config, change):
     write_json(f"{config.output_dir}/last/state.json", {**state, **change}, exact=True)
     with pytest.raises(CheckpointError, match=f"can't be resumed: {next(iter(change))}|can't be resumed: batch"):
         finetune(network(3), None, batches(), None, config, resume=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda optimizer: optimizer.update(state=True),
+        lambda optimizer: optimizer.update(param_groups=3),
+        lambda optimizer: optimizer.update(param_groups=[3]),
+        lambda optimizer: optimizer.update(param_groups=[{"params": True}]),
+        lambda optimizer: optimizer.clear(),
+    ],
+    ids=["state", "no groups", "a number as group", "no parameters", "empty"],
+)
+def test_a_damaged_optimizer_is_refused_in_one_line(config, damage):
+    """Whatever torch raises about it; a checksum that fits it is no work for a stranger."""
+    finetune(network(3), None, batches(), None, config)
+    last = read_checkpoint(f"{config.output_dir}/last")
+    damage(last.optimizer["optimizer"])
+    write_checkpoint(last.path, last.tensors, last.state, last.optimizer)
+    with pytest.raises(CheckpointError, match=r"last can't be resumed: \w+: ") as caught:
+        finetune(network(3), None, batches(), None, config, resume=True)
+    assert str(caught.value).isprintable()
 
 
 def test_after_a_nan_statistics_are_those_of_the_last_good_update(config):

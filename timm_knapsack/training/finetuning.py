@@ -407,8 +407,8 @@ class _Run:
                 self.accelerator.scaler.load_state_dict(checkpoint.optimizer["scaler"])
             for name in _STATE:
                 setattr(self, name, checkpoint.state[name])
-        except (KeyError, RuntimeError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{checkpoint.path} can't be resumed: {error}") from error
+        except Exception as error:  # optimisers and modules raise whatever comes of a damaged state
+            raise CheckpointError(f"{checkpoint.path} can't be resumed: {type(error).__name__}: {error}") from error
 
 
 def _with_chosen(config: FinetuneConfig, checkpoint: Checkpoint) -> FinetuneConfig:
