@@ -67,7 +67,7 @@ def damaged_data(rng: random.Random, data: Any) -> Any:
                 holder[key] = {"a": holder[key]} if rng.random() < 0.5 else [holder[key]]
         elif isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
             value = holder[key]
-            holder[key] = rng.choice((-value, value + 1, value - 1, value * 1000, value / 3))
+            holder[key] = rng.choice((-value, value + 1, value - 1, value * 1000, _third(value)))
         else:
             source = rng.choice(places[1:])
             holder[key] = copy.deepcopy(source[0][source[1]])
@@ -121,3 +121,8 @@ def _dumped(dump: Callable[[], str], otherwise: bytes) -> bytes:
         return dump().encode("utf-8", "surrogatepass")
     except (TypeError, ValueError, RecursionError, yaml.YAMLError):
         return otherwise
+
+
+def _third(value):
+    """A whole number too large for a float stays whole."""
+    return value // 3 if isinstance(value, int) and abs(value) > 2**1000 else value / 3

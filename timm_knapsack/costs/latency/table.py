@@ -326,7 +326,10 @@ def _calibrated(predicted: np.ndarray, totals: np.ndarray, trust: np.ndarray) ->
     """(factor, constant) ≥ 0 that make the sum of the layers the time of the network, errors relative."""
     from scipy.optimize import nnls
 
-    rows = np.stack([predicted / totals, totals.mean() / totals], axis=1)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        rows = np.stack([predicted / totals, totals.mean() / totals], axis=1)
+    if not (np.isfinite(rows).all() and np.isfinite(trust).all()):
+        raise LatencyError("the latency table is damaged: its times make no finite ratio; measure it again")
     factor, constant = nnls(rows * np.sqrt(trust)[:, None], np.sqrt(trust))[0]
     return float(factor), float(constant * totals.mean())
 
