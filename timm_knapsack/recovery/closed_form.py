@@ -225,12 +225,15 @@ class _Recovery:
         return [output.float().index_select(differing[0], index.to(output.device)) for output in full]
 
     def _joint_batches(self, segment: Segment, outputs: int) -> int:
-        """How many of this process's batches the layers of a segment are fitted together on: what the weights need."""
+        """How many of this process's batches the layers of a segment are fitted together on: what the weights need.
+
+        The same batches on any number of processes, so that a process may have none of them.
+        """
         weights = sum(self.ours.modules[name].weight.numel() for name in segment.layers)
         size = self.images / self.count
         wanted = max(JOINT_IMAGES, JOINT_EQUATIONS * weights / outputs) / size  # batches of all processes
         room = kept_bytes() // 2 // max(1, outputs * 4 * max(map(len, self.ours.batches)))
-        return max(1, min(sum(seed < wanted for seed in self.seeds), room))
+        return min(sum(seed < wanted for seed in self.seeds), max(1, room))
 
     def _add_up(self, value: Tensor) -> Tensor:
         return value if self.accelerator is None else self.accelerator.reduce(value, "sum")
