@@ -2,15 +2,45 @@
 
 ``benchmarks/pass_precision.py`` measures both: class scores move by a KL divergence below 1e-3, where pruning moves
 them by 0.1 and more. Sums, solves and everything that a hook computes stay in float32 or float64.
+
+What a CPU says of itself is not enough: a virtual machine that announces AMX and does not let it run kills the process
+at the first product, and without AMX bfloat16 may be slower than float32. So a child process tries it first.
 """
 
+import functools
+import logging
+import subprocess
+import sys
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+log = logging.getLogger(__name__)
+
 LEAST_MACS = 300e6  # of one image; below, passes take so little that float32 costs nobody's patience
+LEAST_GAIN = 1.25  # times as fast as float32, in the trial
+_TRIAL_SECONDS = 60
+_TRIAL = """
+import time, torch
+from torch import nn
+torch.set_num_threads(1)
+conv, linear = nn.Conv2d(64, 64, 3, padding=1), nn.Linear(256, 256)
+maps, tokens = torch.randn(4, 64, 56, 56).contiguous(memory_format=torch.channels_last), torch.randn(8, 197, 256)
+def step():
+    heads = linear(tokens).unflatten(2, (4, 64)).transpose(1, 2)
+    attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    (conv(maps).sum() + attended.sum() + (heads @ heads.transpose(2, 3)).sum()).float().backward()
+def seconds(fast):
+    start = time.perf_counter()
+    with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+        step()
+    return time.perf_counter() - start
+seconds(False), seconds(True)
+taken = [(seconds(False), seconds(True)) for _ in range(5)]
+print(min(whole for whole, _ in taken) / min(half for _, half in taken))
+"""
 
 
 def fast_passes(device: torch.device, wanted: bool = True) -> AbstractContextManager:
@@ -39,5 +69,31 @@ def is_large(model: nn.Module, images: Tensor) -> bool:
 
 def _is_able(device: torch.device) -> bool:
     if device.type == "cpu":
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return _claims_bfloat16() and cpu_gain() >= LEAST_GAIN
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _claims_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@functools.cache
+def cpu_gain() -> float:
+    """How many times faster this CPU is in bfloat16, tried in a process that may die of it; 0 if it does. Seconds.
+
+    Example:
+        >>> cpu_gain() >= 0
+        True
+    """
+    if not sys.executable:
+        return 0.0
+    command = [sys.executable, "-c", _TRIAL]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=True)
+        gain = float(tried.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        how = getattr(error, "returncode", type(error).__name__)
+        log.info("passes stay in float32: a trial of bfloat16 on this CPU ended with %s", how)
+        return 0.0
+    log.info("bfloat16 is %.2f times as fast as float32 on this CPU", gain)
+    return gain

@@ -1,0 +1,54 @@
+"""bfloat16 where it is faster, and never where it kills the process."""
+
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from timm_knapsack.maps import precision
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def untried(monkeypatch):
+    monkeypatch.setattr(precision, "_claims_bfloat16", lambda: True)
+    precision.cpu_gain.cache_clear()
+    yield
+    precision.cpu_gain.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("trial", "gain"),
+    [
+        ("print(2.0)", 2.0),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", 0.0),  # a tile instruction that the host refuses
+        ("raise RuntimeError", 0.0),
+        ("print('no number')", 0.0),
+        ("import time; time.sleep(9)", 0.0),
+    ],
+)
+def test_a_trial_that_dies_leaves_passes_in_float32(monkeypatch, trial, gain):
+    monkeypatch.setattr(precision, "_TRIAL", trial)
+    monkeypatch.setattr(precision, "_TRIAL_SECONDS", 2)
+    assert precision.cpu_gain() == gain
+    context = precision.fast_passes(CPU)
+    assert isinstance(context, nullcontext) == (gain == 0.0)
+
+
+def test_slower_bfloat16_is_not_taken(monkeypatch):
+    monkeypatch.setattr(precision, "_TRIAL", "print(1.1)")
+    assert isinstance(precision.fast_passes(CPU), nullcontext)
+
+
+def test_without_an_interpreter_to_try_it_in(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "")
+    assert precision.cpu_gain() == 0.0
+
+
+def test_the_trial_itself_runs_here():
+    """It prints a number, or the machine can't compute bfloat16 and 0 says so."""
+    assert precision.cpu_gain() >= 0.0
+    with precision.fast_passes(CPU):
+        assert torch.nn.Linear(256, 256)(torch.zeros(8, 256)).isfinite().all()
