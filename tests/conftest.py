@@ -7,6 +7,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+# A virtual machine may announce AMX and end the process at its first use: what is tested does not need it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent))
 # Tests that start a process of their own find this checkout and the shared helpers (nets, oracle) as they do.

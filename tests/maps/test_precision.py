@@ -6,7 +6,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from timm_knapsack.errors import TrainingError
 from timm_knapsack.maps import precision
+from timm_knapsack.training.evaluation import start_accelerator
 
 CPU = torch.device("cpu")
 
@@ -52,3 +54,17 @@ def test_the_trial_itself_runs_here():
     assert precision.cpu_gain() >= 0.0
     with precision.fast_passes(CPU):
         assert torch.nn.Linear(256, 256)(torch.zeros(8, 256)).isfinite().all()
+
+
+def test_training_in_bfloat16_is_refused_where_it_would_end_the_process(monkeypatch):
+    monkeypatch.setattr(precision, "_TRIAL", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    assert precision.bfloat16_kills()
+    with pytest.raises(TrainingError, match="ONEDNN_MAX_CPU_ISA"):
+        start_accelerator("bf16")
+    start_accelerator("no")
+
+
+def test_a_slow_bfloat16_does_not_kill(monkeypatch):
+    monkeypatch.setattr(precision, "_TRIAL", "print(0.7)")
+    assert not precision.bfloat16_kills()
+    assert start_accelerator("bf16").mixed_precision == "bf16"

@@ -41,6 +41,7 @@ class Diagnosis:
     devices: list[str]
     operators_missing: bool
     plain_timm_imports: bool
+    bfloat16_cure: str = ""  # what to set where bfloat16 ends the process
 
 
 def doctor(
@@ -68,6 +69,7 @@ def doctor(
     table.add_row("devices", "; ".join(found.devices))
     table.add_row("torchvision operators", "missing" if found.operators_missing else "there")
     table.add_row("`import timm` alone, `accelerate launch`", "yes" if found.plain_timm_imports else "no")
+    table.add_row("bfloat16 on this CPU", "ends the process" if found.bfloat16_cure else "works, or is not used")
     stdout().print(table)
     stdout().print(verdict(found), markup=False)
 
@@ -80,8 +82,10 @@ def verdict(found: Diagnosis) -> str:
         'All is well: pruning, fine-tuning and `accelerate launch` work here, on cpu, 2 threads.'
     """
     if found.plain_timm_imports:
+        needed = f" mixed_precision='bf16' needs {found.bfloat16_cure} in the environment first."
+        cure = needed if found.bfloat16_cure else ""
         where = next((d for d in found.devices if not d.startswith("cpu")), found.devices[0])
-        return f"All is well: pruning, fine-tuning and `accelerate launch` work here, on {where}."
+        return f"All is well: pruning, fine-tuning and `accelerate launch` work here, on {where}.{cure}"
     if found.operators_missing:
         return (
             "`import timm_knapsack` works, but timm and `accelerate launch` by themselves do not, since this "
@@ -100,6 +104,8 @@ def diagnose() -> Diagnosis:
     """
     import torch
 
+    from ..maps.precision import CURE, bfloat16_kills
+
     threads = torch.get_num_threads()
     devices = [f"cpu, {threads} thread{'s' if threads > 1 else ''}"]
     devices += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
@@ -111,6 +117,7 @@ def diagnose() -> Diagnosis:
         devices=devices,
         operators_missing=_torchvision_operators.operators_are_missing(),
         plain_timm_imports=alone.returncode == 0,
+        bfloat16_cure=CURE if bfloat16_kills() else "",
     )
 
 

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 LEAST_MACS = 300e6  # of one image; below, passes take so little that float32 costs nobody's patience
 LEAST_GAIN = 1.25  # times as fast as float32, in the trial
+CURE = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"  # in the environment: bfloat16 without AMX
 _TRIAL_SECONDS = 60
 _TRIAL = """
 import time, torch
@@ -65,6 +66,16 @@ def is_large(model: nn.Module, images: Tensor) -> bool:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(images[:1])
     return counter.get_total_flops() >= 2 * LEAST_MACS
+
+
+def bfloat16_kills() -> bool:
+    """Does this CPU announce bfloat16 and end the process at the first product? ``CURE`` is the way out.
+
+    Example:
+        >>> bfloat16_kills() in (True, False)
+        True
+    """
+    return _claims_bfloat16() and cpu_gain() == 0.0
 
 
 def _is_able(device: torch.device) -> bool:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from ..errors import DataError, TrainingError
 from ..maps.batches import split_batch
 from ..maps.distance import class_scores, output_distance
+from ..maps.precision import CURE, bfloat16_kills
 from ..slim.example_inputs import example_dtype
 from ..slim.modes import eval_mode
 
@@ -133,10 +134,16 @@ def start_accelerator(
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
         AcceleratorState._reset_state()
     try:
-        return Accelerator(mixed_precision=precision, log_with=list(trackers) or None, project_dir=output_dir)
+        accelerator = Accelerator(mixed_precision=precision, log_with=list(trackers) or None, project_dir=output_dir)
     except ValueError as error:
         settings = f"mixed_precision={precision!r}, trackers={list(trackers)}"
         raise TrainingError(f"Accelerate can't start with {settings}: {error}") from error
+    if precision == "bf16" and accelerator.device.type == "cpu" and bfloat16_kills():
+        raise TrainingError(
+            "mixed_precision='bf16': this CPU announces bfloat16 products and ends the process at the first (a virtual "
+            f"machine that holds AMX back does so); set {CURE} in the environment, or leave mixed_precision out"
+        )
+    return accelerator
 
 
 def check_labels(student: nn.Module, images: torch.Tensor, targets: torch.Tensor) -> int:
