@@ -182,17 +182,23 @@ def choose_penalty(sums: GramSums, weight: Tensor, rows: Tensor, centred: bool) 
     stay[gone] = False
     stay = stay.nonzero().flatten()
     halves = [sums.means(centred, half)[0] for half in (0, 1)]
-    best, least = PENALTIES[-1], math.inf
-    for ridge in PENALTIES:
-        error = 0.0
-        for fitted, other in (halves, halves[::-1]):
-            inner = fitted[:, stay][:, :, stay]
-            diagonal = ridge * fitted.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)
-            inner = inner + diagonal[:, None, None] * torch.eye(len(stay), dtype=inner.dtype, device=inner.device)
-            change = torch.zeros_like(weight)
-            change[:, stay] = torch.linalg.solve(inner, fitted[:, stay][:, :, gone] @ weight[:, gone])
-            change[:, gone] = -weight[:, gone]
-            error += float((change * (other @ change)).sum())
-        if error < least:
-            best, least = ridge, error
-    return best
+    errors = [0.0] * len(PENALTIES)
+    for fitted, other in (halves, halves[::-1]):
+        rows_left = fitted[:, stay]
+        inner, wanted = rows_left[:, :, stay], rows_left[:, :, gone] @ weight[:, gone]
+        level = fitted.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)
+        own = inner.diagonal(dim1=1, dim2=2)
+        change = torch.zeros_like(weight)
+        change[:, gone] = -weight[:, gone]
+        added = torch.zeros_like(level)
+        for place, ridge in enumerate(PENALTIES):
+            own += (ridge * level - added)[:, None]  # the diagonal is a view of the matrix
+            added = ridge * level
+            factor, failed = torch.linalg.cholesky_ex(inner)
+            if failed.any():  # singular, and the penalty is below rounding
+                errors[place] = math.inf
+                continue
+            change[:, stay] = torch.cholesky_solve(wanted, factor)
+            errors[place] += float((change * (other @ change)).sum())
+    least = min(range(len(PENALTIES)), key=errors.__getitem__)
+    return PENALTIES[least] if math.isfinite(errors[least]) else PENALTIES[-1]
