@@ -4,7 +4,8 @@
 them by 0.1 and more. Sums, solves and everything that a hook computes stay in float32 or float64.
 
 What a CPU says of itself is not enough: a virtual machine that announces AMX and does not let it run kills the process
-at the first product, and without AMX bfloat16 may be slower than float32. So a child process tries it first.
+at the first product, and without AMX bfloat16 may be slower than float32. So a child process tries it first, on a
+block like a ResNet's and one like a transformer's, forward and back.
 """
 
 import functools
@@ -27,16 +28,19 @@ _TRIAL = """
 import time, torch
 from torch import nn
 torch.set_num_threads(1)
-conv, linear = nn.Conv2d(64, 64, 3, padding=1), nn.Linear(256, 256)
-maps, tokens = torch.randn(4, 64, 56, 56).contiguous(memory_format=torch.channels_last), torch.randn(8, 197, 256)
+conv, point = nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 256, 1)
+wide, narrow = nn.Linear(192, 768), nn.Linear(768, 192)
+maps, tokens = torch.randn(4, 64, 56, 56).contiguous(memory_format=torch.channels_last), torch.randn(8, 197, 192)
 def step():
-    heads = linear(tokens).unflatten(2, (4, 64)).transpose(1, 2)
+    mixed = narrow(wide(tokens))
+    heads = mixed.unflatten(2, (3, 64)).transpose(1, 2)
     attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
-    (conv(maps).sum() + attended.sum() + (heads @ heads.transpose(2, 3)).sum()).float().backward()
+    return sum(x.float().mean() for x in (point(conv(maps).relu()), mixed, attended))
 def seconds(fast):
     start = time.perf_counter()
     with torch.autocast("cpu", torch.bfloat16, enabled=fast):
-        step()
+        loss = step()
+    loss.backward()
     return time.perf_counter() - start
 seconds(False), seconds(True)
 taken = [(seconds(False), seconds(True)) for _ in range(5)]
