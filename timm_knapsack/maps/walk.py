@@ -177,6 +177,7 @@ class Walk:
             are kept and what lies between is run again.
         probe: two images for questions about the network, the first by default; the same on each of several processes.
         fast: run in bfloat16 where that is faster; the probe, which questions are answered by, always runs as it is.
+        steady: the weights do not change on the way, so that a plain run on the probe is made once.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
@@ -194,8 +195,10 @@ class Walk:
         limit: int | None = None,
         probe: Tensor | None = None,
         fast: bool = False,
+        steady: bool = False,
     ):
         self.model, self.segments = model, list(segments)
+        self._steady, self._plain = steady, None
         self.modules = dict(model.named_modules())
         self.probe = len(batches)  # number of a last, small batch
         self.batches = [*batches, batches[0][:PROBE_IMAGES] if probe is None else probe]
@@ -333,8 +336,10 @@ class Walk:
 
     def _works(self, output: Any) -> bool:
         """Does a run with stand-ins give what a plain run gives, on the probe?"""
-        with torch.no_grad():
-            plain = self.model(self.batches[self.probe])
+        if self._plain is None or not self._steady:
+            with torch.no_grad():
+                self._plain = self.model(self.batches[self.probe])
+        plain = self._plain
         for thin in (True, False) if self._thin else (False,):
             self._thin = thin
             before = self.segments[: self.position]

@@ -149,7 +149,8 @@ class _Recovery:
         self.execution = watch_execution(student, few)
         segments = find_segments(student, self.execution.order)
         fast = is_large(teacher, few)
-        self.ours, self.theirs = (Walk(net, batches, segments, probe=few, fast=fast) for net in (student, teacher))
+        self.ours = Walk(student, batches, segments, probe=few, fast=fast)
+        self.theirs = Walk(teacher, batches, segments, probe=few, fast=fast, steady=True)
         # heads that were turned before they were cut have no channel of an unturned teacher to be fitted to
         foreign = {f"{name}.qkv" for name in turned_of(student) - turned_of(teacher)}
         self.planner = Planner(self.ours, self.execution, self.images, foreign)

@@ -69,6 +69,7 @@ class RidgeSums:
         self.halves = (_Sums(self.now), _Sums(self.now))
         self._factors: dict[float, Tensor] = {}  # of the whole Gram matrix, which other targets leave as it is
         self._whole: _Normal | None = None  # likewise
+        self._half_normals: dict[int, _Normal] = {}  # of `fit_of_half`
 
     def add(self, x: Tensor, target: Tensor) -> None:
         """Inputs and targets (the layer's output without its bias), both [groups, positions, …], image by image."""
@@ -135,9 +136,15 @@ class RidgeSums:
         return Fit(weight.to(dtype), flat, shift.reshape(-1), before / total, error / total, ridge)
 
     def fit_of_half(self, half: int, ridge: float, shifts: bool) -> tuple[Tensor, Tensor]:
-        """Weights [groups, inputs, outputs] and shift [outputs] of a fit on one half of the images."""
-        normal = _Normal(self.halves[half], self.now, shifts)
-        change = normal.solve(ridge)
+        """Weights [groups, inputs, outputs] and shift [outputs] of a fit on one half of the images, to be compared.
+
+        Wide layers are solved in float32. What all penalties share is made once, so the sums must be complete.
+        """
+        if half not in self._half_normals:
+            normal = _Normal(self.halves[half], self.now, shifts)
+            self._half_normals[half] = normal.single() if self.now.shape[1] >= SINGLE_INPUTS else normal
+        normal = self._half_normals[half]
+        change = normal.solve(ridge).double()
         return self.now + change, normal.shift(change).reshape(-1)
 
     def _best_penalty(self, shifts: bool) -> float:

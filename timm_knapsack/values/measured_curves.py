@@ -248,7 +248,7 @@ class _Measuring:
         segments = find_segments(self.model, self.execution.order)
         last = max(i for i, segment in enumerate(segments) if any(layer in starts for layer in segment.layers))
         losses: dict[str, dict[int, float]] = {group.name: {} for group in self.measured_groups}
-        walk = Walk(self.model, self.held, segments, fast=self.fast) if self.held else None
+        walk = Walk(self.model, self.held, segments, fast=self.fast, steady=True) if self.held else None
         base = self._loss([walk.rest(number) for number in range(len(self.held))])
         for number, segment in enumerate(segments[: last + 1]):
             for group in self._beginning(segment, starts):
