@@ -1,6 +1,8 @@
 """Does a MACs budget come out as asked? Prunes timm models to 0.7, 0.5 and 0.3 of their MACs and counts what is left.
 
-Scores are magnitudes times lognormal noise: no data is needed, and no two channels are alike. "counted" is read off the
+Values are made up, so that no data is needed and no two channels are alike: value curves as `prune` takes them by
+default, of magnitudes times lognormal noise, with a scale of each group's own at three widths; or, with --values scores,
+the magnitudes themselves, as the paper's method takes them. "counted" is read off the
 physical slim network by torch's flop counter, not predicted. "one unit" is the smallest amount of MACs that one more
 unit of any group would add to the result. Exits with 1 if a result is above its budget, or misses it by more than
 0.5 % and by more than one unit.
@@ -15,10 +17,13 @@ import sys
 import time
 from datetime import datetime, timezone
 
+import numpy as np
 import torch
 
 import timm_knapsack as tk
 from timm_knapsack.costs.counted import macs_cost
+from timm_knapsack.values.curves import GroupCurve, ValueCurves
+from timm_knapsack.values.measured_curves import WIDTHS
 
 import timm  # isort: skip  (timm_knapsack first: it makes this import work without torchvision's operators)
 
@@ -51,6 +56,24 @@ def noisy_magnitudes(model, groups, seed=0):
     return scores
 
 
+def noisy_curves(model, groups, seed=0):
+    """Curves whose errors are sums of noisy magnitudes and whose losses are unlike powers of them, in steps and flats."""
+    generator = np.random.default_rng(seed)
+    curves = {}
+    for name, values in noisy_magnitudes(model, groups, seed).items():
+        energy = values.square().numpy()
+        order = energy.argsort()
+        error = np.append(0.0, energy[order].cumsum())[::-1]
+        counts = np.unique(np.clip(np.round(len(order) * np.array(WIDTHS)), 1, max(len(order) - 1, 1)).astype(int))
+        loss = error[counts] ** generator.uniform(0.7, 1.6) * generator.lognormal(-3, 1.5)
+        loss *= generator.lognormal(0, 0.4, len(counts))  # measured ones are noisy, and may even rise with the width
+        curves[name] = GroupCurve(order, error, counts, loss)
+    return ValueCurves(curves)
+
+
+VALUES = {"curves": noisy_curves, "scores": noisy_magnitudes}
+
+
 def one_unit(groups, result):
     """The least that one more unit of any group would add to the result."""
     counts = [len(result.keep[group.name]) for group in groups]
@@ -70,12 +93,13 @@ def verdict(asked, counted, unit):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--values", choices=VALUES, default="curves")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"$ python {shlex.join(sys.argv)}")
     print(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}, timm {timm.__version__}")
     print(f"one thread; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, so times are upper bounds\n")
-    print("MACs of one image at the model's own input size; seconds are for prune() on traced groups and given scores")
+    print("MACs of one image at the model's own input size; seconds are for prune() on traced groups and given values")
     header = f"{'model':<30}{'share':>6}{'asked':>15}{'counted':>15}{'counted/asked':>15}{'within 0.5 %':>14}{'s':>8}"
     print(header)
     failed = 0
@@ -85,7 +109,7 @@ def main() -> int:
         start = time.perf_counter()
         groups = tk.find_channel_groups(model)
         traced = time.perf_counter() - start
-        scores = noisy_magnitudes(model, groups)
+        scores = VALUES[args.values](model, groups)
         original = tk.count_macs(model)
         for fraction in FRACTIONS:
             start = time.perf_counter()

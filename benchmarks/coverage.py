@@ -285,6 +285,9 @@ def main() -> None:
     done = list(rows.values())
     if options.out == parser.get_default("out") and (options.update or not options.models):
         (ROOT / "docs/coverage.md").write_text(table(done, "make sweep"))
+        from fitted_layers import write_page
+
+        write_page()  # what recovery fits, below
     bad = [row["model"] for row in done if row["status"] in ("crash", "wrong")]
     print(f"{sum(row['status'] == 'pass' for row in done)} of {len(done)} pass; wrong or crashed: {bad or 'none'}")
 

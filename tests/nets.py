@@ -648,6 +648,8 @@ LAYERS = {
     "dilation": lambda: nn.Conv2d(6, 8, 3, dilation=2, padding=2),
     "1x1 stride": lambda: nn.Conv2d(6, 8, 1, stride=2, bias=False),
     "oblong": lambda: nn.Conv2d(6, 8, (1, 5), padding=(0, 2)),
+    "same": lambda: nn.Conv2d(6, 8, (3, 4), padding="same", dilation=(2, 1)),
+    "valid": lambda: nn.Conv2d(6, 8, 3, stride=2, padding="valid"),
     "groups": lambda: nn.Conv2d(6, 9, 3, padding=1, groups=3),
     "depthwise": lambda: nn.Conv2d(6, 6, 5, padding=2, groups=6),
     "linear": lambda: nn.Linear(12, 7),

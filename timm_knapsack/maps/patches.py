@@ -48,12 +48,12 @@ def _grid(layer: nn.Module, x: Tensor) -> tuple[int, int, int, int]:
         steps = zip(counts, layer.stride, reach, size, strict=True)
         before = [max((c - 1) * s + r - n, 0) // 2 for c, s, r, n in steps]
         return before[0], before[1], counts[0], counts[1]
-    if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+    if layer.padding_mode != "zeros":
         raise ValueError(f"its padding ({layer.padding}, {layer.padding_mode}) has no closed form here")
-    top, left = layer.padding
-    rows, columns = (
-        (n + 2 * p - r) // s + 1 for n, p, r, s in zip(size, layer.padding, reach, layer.stride, strict=True)
-    )
+    if layer.padding == "same":  # the stride is 1; an odd row more goes below
+        return (reach[0] - 1) // 2, (reach[1] - 1) // 2, *size
+    top, left = padding = (0, 0) if layer.padding == "valid" else layer.padding
+    rows, columns = ((n + 2 * p - r) // s + 1 for n, p, r, s in zip(size, padding, reach, layer.stride, strict=True))
     return top, left, rows, columns
 
 

@@ -15,7 +15,7 @@ finished return what they returned before, so that each further layer of a segme
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +117,27 @@ def recover_layers(
         return _Recovery(student, teacher, batches, kept, ridge, joint, accelerator).run()
 
 
+def planned_layers(
+    student: nn.Module, teacher: nn.Module, probe: Tensor, *, kept: Mapping[str, Tensor], images: int
+) -> dict[str, str]:
+    """What `recover` would do to each conv and linear with so many images, and nothing is done.
+
+    Args:
+        probe: two images.
+
+    Returns:
+        ``{layer: "to sums", "to outputs", "shifted", "before" (the first loss), or why it is left alone}``.
+
+    Example:
+        >>> result = prune(model, scores=scores, groups=groups, budget=Budget(macs=0.5))
+        >>> kept = result.kept_channels
+        >>> planned_layers(result.model, model, torch.randn(2, 3, 64, 64), kept=kept, images=512)["layer1.0.conv2"]
+        'to sums'
+    """
+    with eval_mode(student, teacher), torch.no_grad():
+        return _Recovery(student, teacher, [probe], dict(kept), None, 0, None).planned(images)
+
+
 def _check_pair(student: nn.Module, teacher: nn.Module, kept: Mapping[str, Tensor]) -> None:
     theirs = dict(teacher.named_modules())
     for name, layer in student.named_modules():
@@ -158,23 +179,41 @@ class _Recovery:
 
     def run(self) -> list[LayerFit]:
         fits: list[LayerFit] = []
-        changed = False  # nothing is lost before the first layer that differs
-        last, gone = self.ours.segments[-1], self._first_behind_a_gap()
-        for segment in self.ours.segments:
-            changed = changed or gone in segment.layers
-            shapes = [(self.ours.modules[n].weight.shape, self.theirs.modules[n].weight.shape) for n in segment.layers]
-            first = next((i for i, (mine, full) in enumerate(shapes) if mine != full), None)
-            if changed or first is not None:
-                todo = segment.layers if changed else segment.layers[first:]
-                changed = True
-                fits += self._fit_segment(segment, todo, segment is last)
-            elif segment is not last:
+        for segment, todo in self._segments():
+            if todo:
+                fits += self._fit_segment(segment, todo, segment is self.ours.segments[-1])
+            elif segment is not self.ours.segments[-1]:
                 self.ours.advance()
                 self.theirs.advance()
         for fit in fits:
             if fit.skipped:
                 log.info("recover: %s is left as it was: %s", fit.name, fit.skipped)
         return fits
+
+    def planned(self, images: int) -> dict[str, str]:
+        """What would be done to each layer."""
+        self.planner.images = images
+        found = dict.fromkeys(self.execution.order, "before")
+        for segment, todo in self._segments():
+            for plan in self.planner.plans(todo, self.taps.get(segment.name)) if todo else ():
+                how = "to outputs" if plan.gain is None else "to sums"
+                found[plan.name] = plan.skipped or ("shifted" if self._keeps_weights(plan) else how)
+            if segment is not self.ours.segments[-1]:
+                self.ours.advance()
+        return found
+
+    def _segments(self) -> Iterator[tuple[Segment, tuple[str, ...]]]:
+        """Each segment with its layers that are to be fitted: none before the first layer that differs."""
+        changed, gone = False, self._first_behind_a_gap()
+        for segment in self.ours.segments:
+            changed = changed or gone in segment.layers
+            shapes = [(self.ours.modules[n].weight.shape, self.theirs.modules[n].weight.shape) for n in segment.layers]
+            first = next((i for i, (mine, full) in enumerate(shapes) if mine != full), None)
+            if changed:
+                yield segment, segment.layers
+            else:
+                yield segment, () if first is None else segment.layers[first:]
+            changed = changed or first is not None
 
     def _first_behind_a_gap(self) -> str | None:
         """The student's first layer that runs behind one which only the teacher has (a block that is gone)."""
