@@ -1,10 +1,10 @@
 """Does a MACs budget come out as asked? Prunes timm models to 0.7, 0.5 and 0.3 of their MACs and counts what is left.
 
 Values are made up, so that no data is needed and no two channels are alike: value curves as `prune` takes them by
-default, of magnitudes times lognormal noise, with a scale of each group's own at three widths; or, with --values scores,
-the magnitudes themselves, as the paper's method takes them. "counted" is read off the
-physical slim network by torch's flop counter, not predicted. "one unit" is the smallest amount of MACs that one more
-unit of any group would add to the result. Exits with 1 if a result is above its budget, or misses it by more than
+default, of magnitudes times lognormal noise, with a scale of each group's own at three widths; or, with --values
+scores, the magnitudes themselves, as the paper's method takes them. "counted" is read off the physical slim network by
+torch's flop counter, not predicted. "one unit" is the smallest amount of MACs that one more unit of any group would add
+to the result. Exits with 1 if a result is above its budget, or misses it by more than
 0.5 % and by more than one unit.
 
     python benchmarks/budget_accuracy.py | tee benchmarks/results/budget_accuracy.txt
@@ -57,7 +57,7 @@ def noisy_magnitudes(model, groups, seed=0):
 
 
 def noisy_curves(model, groups, seed=0):
-    """Curves whose errors are sums of noisy magnitudes and whose losses are unlike powers of them, in steps and flats."""
+    """Curves whose errors are sums of noisy magnitudes and whose losses are unlike powers of them."""
     generator = np.random.default_rng(seed)
     curves = {}
     for name, values in noisy_magnitudes(model, groups, seed).items():

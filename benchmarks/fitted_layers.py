@@ -54,8 +54,8 @@ def plans_of(name: str, images: int) -> dict:
     how = Counter(found.values())
     known = ("to sums", "to outputs", "shifted", "before")
     why = {reason: count for reason, count in how.most_common() if reason not in known}
-    row = {"model": name, "layers": len(found), "left_alone": sum(why.values()), "why": json.dumps(why), "images": images}
-    return row | {word.replace(" ", "_"): how[word] for word in known}
+    row = {"model": name, "layers": len(found), "left_alone": sum(why.values()), "why": json.dumps(why)}
+    return row | {"images": images} | {word.replace(" ", "_"): how[word] for word in known}
 
 
 def section(rows: list[dict]) -> str:

@@ -145,6 +145,8 @@ class PruneReport:
         """What the network lost, in one line."""
         if self.loss is not None:
             predicted = "" if self.predicted_loss is None else f", predicted {self.predicted_loss:.3g}"
+            if predicted and self.trials:  # another figure than the one before it: images that were not fitted on
+                predicted = f" ({self.predicted_loss:.3g} in its trial: a quick refit, on images and views held out)"
             how = "recovered" if self.loss.recovered else "not recovered"
             return f"{how}: {self.loss}; {self.loss.kind} {self.loss.measured:.3g}{predicted}{self._more}"
         if self.predicted_loss is not None:
