@@ -4,8 +4,9 @@
     python benchmarks/predicted_loss.py --net lite0 | tee benchmarks/results/predicted_loss_lite0.txt
 
 Random width vectors, their MACs spread from --least to --most of the original's. Each is cut out of the network (the
-units that the curves keep at that width), recovered on the calibration images, and its KL divergence from the
-original's outputs measured on other images: test images, without their labels. Beside the prediction of the curves
+units that the curves keep at that width), recovered on the calibration images in closed form (joint=0, without views,
+as in the trials of `prune`), and its KL divergence from the original's outputs measured on other images: test images,
+without their labels. The curves predict the groups' losses, added up as `prune` does before its trials. Beside it
 stands that of the paper's scores: the sum of the Taylor scores ("abs") of the units that are gone. Spearman's rank
 correlation with the measured KL says how good either is.
 The plot of the networks that were measured goes to docs/images/predicted_loss.png (each network's points are kept
@@ -81,7 +82,7 @@ def measure(options) -> list[dict]:
             for group, count in zip(groups, counts, strict=True)
         }
         slim = tk.slice_model(model, groups, keep).eval()
-        tk.recover(slim, model, calibration, kept=kept_outputs(groups, keep))
+        tk.recover(slim, model, calibration, kept=kept_outputs(groups, keep), joint=0, views=False)
         with torch.inference_mode():
             made = [slim(images) for images in held_out]
         pairs = list(zip(wanted, made, strict=True))
@@ -91,7 +92,7 @@ def measure(options) -> list[dict]:
         kept = zip(groups, counts, strict=True)
         point = {
             "macs": groups.macs(counts) / groups.macs(),
-            "predicted": float(sum(curves[group.name].losses()[count] for group, count in kept)),
+            "predicted": curves.loss_of(-float(sum(curves[g.name].losses()[n] ** curves.power for g, n in kept))),
             "measured": float(loss),
             "taylor": gone,
             "same": float(same),
