@@ -5,9 +5,10 @@ the activation that ends it. ResNet-18's block ``layer1.0`` ends in ``act2``; it
 ``layer1.0.act2``, the sum of the residual branch and the shortcut.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -124,21 +125,33 @@ def find_convs(model: nn.Module) -> list[str]:
     ]
 
 
-def kept_at(
-    teacher: nn.Module, name: str, kept: Mapping[str, torch.Tensor], wide: int, slim: int
-) -> torch.Tensor | None:
-    """Which of a block's ``wide`` output channels a student that has ``slim`` of them kept; None where nothing says.
+def alike_channels(
+    teacher: nn.Module, name: str, kept: Mapping[str, torch.Tensor], wide: Any, slim: Any
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What takes a block's map of the teacher to the channels that the student has; None where nothing says which.
 
     Args:
         kept: ``{layer: which of the teacher's output channels the student has}``.
+        wide, slim: the block's output for the same images in both networks.
 
     Example:
         >>> net = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()))
-        >>> kept_at(net, "0", {"0.0": torch.tensor([1, 3])}, wide=4, slim=2)
-        tensor([1, 3])
+        >>> wide, slim = torch.arange(4.0).reshape(1, 4, 1, 1), torch.zeros(1, 2, 1, 1)
+        >>> alike_channels(net, "0", {"0.0": torch.tensor([1, 3])}, wide, slim)(wide).flatten()
+        tensor([1., 3.])
     """
-    found = (kept[key] for key in makers_at(teacher, name, wide) if key in kept and len(kept[key]) == slim)
-    return next(found, None)
+    tensors = isinstance(wide, torch.Tensor) and isinstance(slim, torch.Tensor)
+    if not tensors or wide.dim() != slim.dim():
+        return None
+    differing = [dim for dim in range(wide.dim()) if wide.shape[dim] != slim.shape[dim]]
+    if not differing:
+        return lambda full: full
+    dim = differing[0]
+    makers = makers_at(teacher, name, wide.shape[dim])
+    index = next((kept[key] for key in makers if key in kept and len(kept[key]) == slim.shape[dim]), None)
+    if len(differing) > 1 or index is None:
+        return None
+    return lambda full: full.index_select(dim, index.to(full.device))
 
 
 def makers_at(teacher: nn.Module, name: str, wide: int) -> list[str]:

@@ -26,7 +26,7 @@ from ..errors import KnapsackError
 from ..maps.batches import image_batches, varied
 from ..maps.patches import draw_positions, groups_of, outputs, patches
 from ..maps.precision import is_large
-from ..maps.taps import find_blocks, find_taps, kept_at
+from ..maps.taps import alike_channels, find_blocks, find_taps
 from ..maps.views import random_views
 from ..maps.walk import PROBE_IMAGES, Segment, Walk, find_segments, hooked, kept_bytes, watch_execution
 from ..slim.example_inputs import example_dtype
@@ -251,18 +251,11 @@ class _Recovery:
     def _block_targets(self, segment: Segment, full: list[Any]) -> list[Tensor] | None:
         """What the segment should return for each batch, or None where that can't be compared channel by channel."""
         slim, wide = self.ours.run(self.ours.probe), self.theirs.run(self.theirs.probe)
-        if not isinstance(slim, Tensor) or not isinstance(wide, Tensor) or slim.dim() != wide.dim():
+        alike = alike_channels(self.theirs.model, segment.name, self.kept, wide, slim)
+        if alike is None:
             return None
-        differing = [dim for dim in range(wide.dim()) if wide.shape[dim] != slim.shape[dim]]
         full = full[: self._joint_batches(segment, slim[0].numel())]
-        if not differing:
-            return [output.float().clone() for output in full]
-        index = kept_at(
-            self.theirs.model, segment.name, self.kept, wide.shape[differing[0]], slim.shape[differing[0]]
-        )
-        if len(differing) > 1 or index is None:
-            return None
-        return [output.float().index_select(differing[0], index.to(output.device)) for output in full]
+        return [alike(output).to(torch.float32, copy=True) for output in full]
 
     def _joint_batches(self, segment: Segment, outputs: int) -> int:
         """How many of this process's batches the layers of a segment are fitted together on: what the weights need.

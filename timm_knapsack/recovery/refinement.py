@@ -10,7 +10,7 @@ states is the start, so that it never ends below where it began.
 import copy
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from ..errors import KnapsackError
 from ..maps.batches import image_batches, varied
 from ..maps.distance import gives_logits, output_distance
 from ..maps.precision import fast_passes
-from ..maps.taps import Tap, find_blocks, find_taps, kept_at, listen
+from ..maps.taps import Tap, alike_channels, find_blocks, find_taps, listen
 from ..maps.views import mixed_views, random_views
 from ..slim.example_inputs import example_dtype
 from ..slim.kept_channels import kept_of
@@ -199,10 +199,7 @@ class _Refining:
         else:
             loss = output_distance(wanted, made, logits=False).mean()
         for tap in self.taps:
-            wanted = theirs[tap.name]
-            if tap.name in self.channels:
-                wanted = wanted.index_select(*self.channels[tap.name])
-            wanted = wanted.float()
+            wanted = self.channels[tap.name](theirs[tap.name]).float()
             missed = (ours[tap.name].float() - wanted).square().mean() / wanted.var().clamp_min(1e-12)
             loss = loss + INNER / len(self.taps) * missed
         return loss
@@ -251,8 +248,8 @@ def _sized(student: nn.Module) -> list[dict]:
     return [g for g in groups if not (id(g["params"][0]) in seen or seen.add(id(g["params"][0])))]
 
 
-def _comparable_taps(student, teacher, kept, images) -> tuple[list[Tap], dict[str, tuple[int, Tensor]]]:
-    """The ends of blocks where both networks' maps can be compared, and which of the teacher's channels count there."""
+def _comparable_taps(student, teacher, kept, images) -> tuple[list[Tap], dict[str, Callable[[Tensor], Tensor]]]:
+    """The ends of blocks whose maps can be compared, and what takes the teacher's there to the student's channels."""
     if not find_blocks(student):
         return [], {}
     taps = find_taps(student, "blocks", images)
@@ -263,17 +260,12 @@ def _comparable_taps(student, teacher, kept, images) -> tuple[list[Tap], dict[st
             student(images)
     usable, channels = [], {}
     for tap in taps:
-        wide, slim = theirs.get(tap.name), ours.get(tap.name)
-        if wide is None or slim is None or wide.dim() != slim.dim():
-            continue
-        differing = [dim for dim in range(wide.dim()) if wide.shape[dim] != slim.shape[dim]]
-        if differing:
-            index = kept_at(teacher, tap.name, kept, wide.shape[differing[0]], slim.shape[differing[0]])
-            if len(differing) > 1 or index is None:
-                log.info("refine: the maps of %s can't be compared channel by channel, so they are left out", tap.name)
-                continue
-            channels[tap.name] = differing[0], index.to(images.device)
-        usable.append(tap)
+        alike = alike_channels(teacher, tap.name, kept, theirs.get(tap.name), ours.get(tap.name))
+        if alike is None:
+            log.info("refine: the maps of %s can't be compared channel by channel, so they are left out", tap.name)
+        else:
+            usable.append(tap)
+            channels[tap.name] = alike
     return usable, channels
 
 
