@@ -14,7 +14,7 @@ import timm_knapsack as tk
 from timm_knapsack.errors import KnapsackError
 from timm_knapsack.maps.patches import outputs, patches
 from timm_knapsack.recovery.batchnorm import reestimate_batchnorm
-from timm_knapsack.recovery.closed_form import recover_layers
+from timm_knapsack.recovery.closed_form import planned_layers, recover_layers
 from timm_knapsack.recovery.ridge import RidgeSums
 from timm_knapsack.slim.cutting import kept_outputs
 
@@ -189,6 +189,27 @@ def test_a_layer_without_a_closed_form_is_left_alone_and_named(caplog):
     skipped = {fit.name: fit.skipped for fit in fits if fit.skipped}
     assert skipped == {"again": "it runs 2 times in one forward pass"}
     assert "again" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["cifar_resnet20", "vit_tiny_patch16_224"])
+def test_what_is_planned_is_what_is_done(name):
+    """Of a ResNet and of a transformer; with eight images some layers have too few positions."""
+    torch.manual_seed(0)
+    size = {"img_size": 32} if "vit" in name else {}
+    net = timm.create_model(name, num_classes=4, **size).eval()
+    groups = tk.find_channel_groups(net, torch.zeros(1, 3, 32, 32), verify="none")
+    keep = {g.name: range(g.size if g.is_stream else (g.size + 1) // 2) for g in groups}
+    slim, kept = tk.slice_model(net, groups, keep).eval(), kept_outputs(groups, groups.check_keep(keep))
+    planned = planned_layers(slim, net, images(2, 32), kept=kept, images=8)
+    before = copy.deepcopy(slim.state_dict())
+    fits = {fit.name: fit for fit in recover_layers(slim, net, [images(8, 32)], kept=kept, joint=0, views=False)}
+    assert set(planned) == {n for n, m in slim.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))}
+    assert set(fits) == {layer for layer, how in planned.items() if how != "before"}
+    for layer, fit in fits.items():
+        assert fit.skipped or fit.target == ("block" if planned[layer] == "to sums" else "layer")
+        assert planned[layer] == fit.skipped or not fit.skipped
+        same = torch.equal(before[f"{layer}.weight"], slim.state_dict()[f"{layer}.weight"])
+        assert same or planned[layer] in ("to sums", "to outputs")
 
 
 def test_batchnorm_statistics_are_the_mean_over_the_images():
