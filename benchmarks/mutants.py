@@ -64,7 +64,10 @@ ROOMS = {
         ],
     ),
     "verification": ("channels/dry_run.py", ["channels/test_dry_run.py", "channels/test_channel_groups.py"]),
-    "values": ("channels/value_check.py", ["channels/test_value_check.py", "pruning/test_chosen_widths.py"]),
+    "values": (
+        "channels/value_check.py",
+        ["channels/test_value_check.py", "channels/test_way_of_verifying.py", "pruning/test_chosen_widths.py"],
+    ),
     "ridge": ("recovery/ridge.py", ["recovery/test_ridge.py", "recovery/test_recovery.py"]),
     "distillation": ("training/distillation.py", ["training/test_distillation.py"]),
     "checkpoints": ("training/checkpoints.py", ["training/test_checkpoints.py", "training/test_guards.py"]),
