@@ -378,10 +378,15 @@ class _Planned:
 
     def pytest_runtest_logstart(self, nodeid):
         self.file.write_text(nodeid)  # if it ends this process
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE + FACTOR * self.plan[nodeid])  # which ends it, if it is too slow
+        self.limit(PATIENCE + FACTOR * self.plan[nodeid])
 
     def pytest_runtest_logfinish(self):
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        self.limit(0)
+
+    def limit(self, seconds: float) -> None:
+        """Ends this process, if it is too slow: of CPU time, since a busy machine is no mutant; or if it waits."""
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, 20 * seconds)
 
 
 def _tested(folder: Path, plan: dict[str, float]) -> tuple[str, str]:
@@ -393,7 +398,7 @@ def _tested(folder: Path, plan: dict[str, float]) -> tuple[str, str]:
     if code == 0:
         return "survived", ""
     test = last.read_text() if last.exists() else next(iter(plan))  # it can't even be imported
-    return ("killed, by time" if code == -signal.SIGALRM else "killed"), test
+    return ("killed, by time" if code in (-signal.SIGALRM, -signal.SIGPROF) else "killed"), test
 
 
 def _forked(folder: Path, tests: list[str], plugin: object, marks: str) -> int:
