@@ -4,7 +4,7 @@ import traceback
 
 import pytest
 
-from timm_knapsack.errors import HubError
+from timm_knapsack.errors import DataError, HubError, KnapsackError
 from timm_knapsack.hub import publication
 
 TOKEN = "hf_" + "abcdefgh" * 4
@@ -52,3 +52,10 @@ def test_one_of_the_environment_is_looked_at_too(monkeypatch, token):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
     with pytest.raises(HubError, match=r"^this is no Hub token: it is empty, or has characters that none has; run `hf"):
         publication.publish("org/net", {}, {})
+
+
+def test_whatever_error_repeats_one():
+    for kind in (KnapsackError, HubError, DataError):
+        assert str(kind(f"the server said 'Bearer {TOKEN}' to /data/hf_datasets/x")) == (
+            "the server said 'Bearer hf_…' to /data/hf_datasets/x"
+        )
