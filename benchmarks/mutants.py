@@ -68,10 +68,16 @@ ROOMS = {
         "channels/value_check.py",
         ["channels/test_value_check.py", "channels/test_way_of_verifying.py", "pruning/test_chosen_widths.py"],
     ),
-    "ridge": ("recovery/ridge.py", ["recovery/test_ridge.py", "recovery/test_recovery.py"]),
+    "ridge": (
+        "recovery/ridge.py",
+        ["recovery/test_ridge.py", "recovery/test_singular_inputs.py", "recovery/test_recovery.py"],
+    ),
     "distillation": ("training/distillation.py", ["training/test_distillation.py"]),
-    "checkpoints": ("training/checkpoints.py", ["training/test_checkpoints.py", "training/test_guards.py"]),
-    "files": ("files/atomic.py", ["files/test_atomic.py"]),
+    "checkpoints": (
+        "training/checkpoints.py",
+        ["training/test_replacing_checkpoints.py", "training/test_checkpoints.py", "training/test_guards.py"],
+    ),
+    "files": ("files/atomic.py", ["files/test_atomic_folders.py", "files/test_atomic.py"]),
     "effort": ("models/effort.py", ["models/test_effort.py", "models/test_foreign_config.py"]),
     "hub": ("hub/saving.py", ["hub/test_config_json.py", "hub/test_hub.py"]),
 }
@@ -96,6 +102,7 @@ NAMED = [
 # Survivors that no test can tell from the code as it is, or none should: room and change, and why.
 EXPLAINED = {
     ("width search", "40 → 41"): "the most rounds there may be: the search ends long before, and one more is no worse",
+    ("width search", "alone.value > value → GtE"): "two choices that are worth the same: either is right",
     ("knapsack", "worth > 0 → GtE"): "at a worth of exactly 0 the bound holds as well",
     ("verification", "group.size > 1 → GtE"): "a group of one unit would only be tried more often",
     ("checkpoints", "20 → 21"): "files are read in larger blocks: the checksum is the same",

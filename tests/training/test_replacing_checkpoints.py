@@ -1,10 +1,13 @@
 """What lies in a checkpoint's folder and is not the checkpoint's is never removed with it."""
 
+import errno
+import os
+
 import pytest
 import torch
 
 from timm_knapsack.errors import CheckpointError
-from timm_knapsack.training.checkpoints import check_replaceable, read_checkpoint, write_checkpoint
+from timm_knapsack.training.checkpoints import check_replaceable, first_difference, read_checkpoint, write_checkpoint
 
 PARTS = {"model": {"w": torch.ones(2)}}
 
@@ -39,3 +42,23 @@ def test_a_checkpoint_of_another_version_and_an_empty_folder_are_replaced(folder
     (tmp_path / "empty").mkdir()
     for path in (folder, tmp_path / "empty", tmp_path / "new"):
         assert read_checkpoint(write_checkpoint(path, PARTS, {"update": 3})).state["update"] == 3
+
+
+def test_a_disk_that_is_full_is_said_in_the_systems_words(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("timm_knapsack.training.checkpoints.write_tensors", full)
+    with pytest.raises(CheckpointError, match=r"last: No space left on device; a former one is still whole$"):
+        write_checkpoint(tmp_path / "last", PARTS, {})
+    with pytest.raises(CheckpointError, match=r"last: .* is not JSON serializable; a former one is still whole$"):
+        write_checkpoint(tmp_path / "other" / "last", {}, {"loss": object()})
+
+
+def test_where_two_states_differ_first():
+    saved, now = {"lr": 1, "args": {"a": 1, "b": 2}}, {"lr": 1, "args": {"a": 1}, "more": 3}
+    assert first_difference(saved, now) == "args.b is 2 in the checkpoint and missing now"
+    assert first_difference(now, saved) == "args.b is not in the checkpoint and 2 now"
+    assert first_difference({"lr": 1}, now, "config") == "config.args is not in the checkpoint and {'a': 1} now"
+    assert first_difference({"lr": 1}, {"lr": 2}) == "lr is 1 in the checkpoint and 2 now"
+    assert first_difference(saved, {**saved}) is None
