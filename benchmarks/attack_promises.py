@@ -16,6 +16,7 @@ import shlex
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -143,6 +144,30 @@ def part_hub(folder: Path) -> Iterator[Attempt]:
                 raise
 
         yield f"a token {token!r}", push, True
+
+    def repeated(before: int, cause: bool):
+        def attempt():
+            from huggingface_hub import HfApi
+
+            token = "hf_" + "secretly" * 4
+
+            def answer(*_, **__):
+                if cause:
+                    raise RuntimeError("no connection") from ValueError(f"Illegal header value b'Bearer {token}'")
+                raise RuntimeError("x" * before + token)
+
+            HfApi.create_repo = answer
+            try:
+                tk.push_to_hub(folder / "net", "org/net", token=token)
+            except KnapsackError as error:
+                assert "hf_secret" not in "".join(traceback.format_exception(error)), "the token is in the error"
+                raise
+
+        return attempt
+
+    for before in (0, 280, 290):
+        yield f"a server that repeats the token after {before} characters", repeated(before, False), True
+    yield "a token in the error that an error came of", repeated(0, True), True
 
     class Busy(Exception):
         def __init__(self, status, after=None):

@@ -125,6 +125,27 @@ def part_training(folder: Path) -> Iterator[Attempt]:
         yield f"label {label} in batch 2", labels, True
         yield f"label {label} in batch 2 of the evaluation", lambda f=labels: f(evaluating=True), True
 
+    for left in (0, 1, 3):
+
+        def fewer(left=left, evaluating=False):
+            data = batches()
+            data[2] = data[2][0], data[2][1][:left]
+            evaluate(network(3), data) if evaluating else run(folder, data, overwrite=True)
+
+        yield f"{left} labels for the 4 images of batch 2", fewer, True
+        yield f"{left} labels for the 4 images of batch 2 of the evaluation", lambda f=fewer: f(evaluating=True), True
+
+    def weights_beside():
+        run(folder, batches(), output_dir=str(folder / "beside"))
+        mine = folder / "beside" / "last" / "mine.safetensors"
+        mine.write_text("years of work")
+        try:
+            run(folder, batches(), output_dir=str(folder / "beside"), overwrite=True)
+        finally:
+            assert mine.read_text() == "years of work"
+
+    yield "a user's own weights beside those of a checkpoint, overwrite=True", weights_beside, True
+
     def mine(name):
         def attempt():
             place = folder / "mine" / name
@@ -183,8 +204,25 @@ def part_numbers(folder: Path) -> Iterator[Attempt]:
 
     for option in ({"ridge": -1}, {"ridge": 0}, {"ridge": float("nan")}, {"ridge": "a"}, {"images": -1}, {"images": 0}):
         yield f"recover({option})", lambda option=option: recovered(**option), True
-    for name, scores in (("negative", -torch.arange(1.0, 7)), ("NaN", torch.full((6,), float("nan")))):
-        yield f"scores: {name}", lambda scores=scores: pruned(lambda size: scores[:size].double()), True
+    for ridge in (1e-17, 1e-320):
+
+        def alike(ridge=ridge):
+            net = network().eval()
+            for tensor in (*net[0].parameters(), *net[1].parameters(), *net[1].buffers()):
+                tensor.data.copy_(tensor.data[:1].clone() if tensor.dim() else tensor.data)
+            groups = tk.find_channel_groups(net, torch.empty(1, 3, 8, 8))
+            scores = {g.name: torch.arange(1.0, g.size + 1) for g in groups}
+            result = tk.prune(net, scores=scores, budget=tk.Budget(macs=0.5), groups=groups)
+            slim = tk.recover(result.model, net, batches(), kept=result.kept_channels, ridge=ridge)
+            assert all(torch.isfinite(p).all() for p in slim.parameters())
+
+        yield f"recover(ridge={ridge}) where all channels are alike", alike, False
+    for name, scores in (
+        ("negative", -torch.arange(1.0, 7).double()),
+        ("NaN", torch.full((6,), float("nan"))),
+        ("complex", torch.ones(6, dtype=torch.complex64)),
+    ):
+        yield f"scores: {name}", lambda scores=scores: pruned(lambda size: scores[:size]), True
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(3))
     plain = {"black": torch.zeros_like(x), "grey": torch.full_like(x, 0.5), "huge": torch.full_like(x, 1e6)}
     plain["of a plain colour each"] = x[..., :1, :1].expand_as(x)

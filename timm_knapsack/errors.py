@@ -1,6 +1,9 @@
 """Errors a user can act on: each says what was wrong, where, the value seen, and the way out."""
 
+import re
+
 MAX_LENGTH = 1000
+_TOKEN = re.compile(r"hf_[A-Za-z0-9]{16,}")  # of the Hugging Face Hub; a server's answer may repeat it
 
 
 def in_one_line(text: str, length: int = MAX_LENGTH) -> str:
@@ -26,7 +29,7 @@ class KnapsackError(ValueError):
     """Base of every error that timm_knapsack raises for a user's input.
 
     Its message is one line of at most 1000 characters, whatever text of a file or an argument is in it. The command
-    line prints it; anything else that is raised is a bug of ours.
+    line prints it; anything else that is raised is a bug of ours. What looks like a token of the Hub is left out.
 
     Example:
         >>> try:
@@ -37,7 +40,7 @@ class KnapsackError(ValueError):
     """
 
     def __init__(self, message: object = ""):
-        super().__init__(in_one_line(str(message)))
+        super().__init__(in_one_line(_TOKEN.sub("hf_…", str(message))))
 
 
 class ChannelConfigError(KnapsackError):

@@ -1,5 +1,6 @@
 """The dry run on the meta device: each way in which shapes can give a mistake away, and that right groups pass."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -90,3 +91,14 @@ def test_an_output_that_follows_the_width_is_seen():
     failure = str(check.failure([0], 1))
     assert failure.startswith("the output becomes [(1, 4), (") and failure.endswith("instead of [(1, 4), (16,)]")
     assert check.failure([1], 1) is None
+
+
+def test_a_tie_that_is_none_of_the_full_model_is_seen_whichever_units_it_joins():
+    check = check_of(Between(lambda net, y: y.relu()))
+    trace = run_trace(check.shadow, check.inputs)
+    assert check._wrong_tie(trace, {}) is None
+    for (name, dim), first in check._first_label.items():
+        for other in range(1, check.groups.shapes[name][dim]):
+            trace.labels.ties.append((np.array([first]), np.array([first + other])))
+            assert "channels meet" in str(check._wrong_tie(trace, {})), (name, dim, other)
+            trace.labels.ties.pop()

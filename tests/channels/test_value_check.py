@@ -224,50 +224,12 @@ def test_a_hook_that_cuts_at_a_literal_place_freezes_the_channels():
     assert slim_differs_from_masked(net, groups, random_keep(groups, 1), SHAPE) < TOLERANCE
 
 
-# ---- which way was taken --------------------------------------------------------------------------------------------
-
-
-def test_large_networks_are_verified_by_shapes_and_say_so(monkeypatch):
-    monkeypatch.setattr(value_check, "MOST_MACS", 1000)
-    groups = tk.find_channel_groups(PlainChain(), torch.empty(SHAPE))
-    assert (groups.verified, groups.verified_note) == ("shapes", f"{groups.macs():.3g} MACs, more than 1e+03")
-    assert "verified: shapes" in repr(groups)
-    asked = tk.find_channel_groups(PlainChain(), torch.empty(SHAPE), verify="values")
-    assert (asked.verified, asked.verified_note) == ("values", "")
-    monkeypatch.setattr(value_check, "MOST_MACS", 1e9)
-    monkeypatch.setattr(value_check, "MOST_PARAMETERS", 100)
-    assert "parameters" in tk.find_channel_groups(PlainChain(), torch.empty(SHAPE)).verified_note
-
-
-def test_no_verification_says_so_and_other_words_are_refused():
-    assert tk.find_channel_groups(PlainChain(), torch.empty(SHAPE), verify=False).verified == "none"
-    assert tk.find_channel_groups(PlainChain(), torch.empty(SHAPE), verify=True).verified == "values"
-    with pytest.raises(TraceError, match="verify must be one of 'auto', 'values', 'shapes', 'none', got 'value'"):
-        tk.find_channel_groups(PlainChain(), torch.empty(SHAPE), verify="value")
-
-
-class Noisy(PlainChain):
-    def features(self, x):
-        x = self.conv1(x)
-        return self.conv2(self.bn1(x + torch.rand_like(x)).relu())
+# ---- rounding -------------------------------------------------------------------------------------------------------
 
 
 class HalfPrecision(PlainChain):
     def features(self, x):
         return super().features(x).bfloat16().to(x.dtype)
-
-
-class NotFinite(PlainChain):
-    def features(self, x):
-        return super().features(x) / 0
-
-
-@pytest.mark.parametrize("build, why", [(Noisy, "its outputs are random"), (NotFinite, "not finite")])
-def test_networks_whose_values_say_nothing(build, why):
-    groups = tk.find_channel_groups(build(), torch.empty(SHAPE))
-    assert groups.verified == "shapes" and why in groups.verified_note
-    with pytest.raises(TraceError, match=rf"{build.__name__} can't be compared: .*{why}.*; pass verify='shapes'"):
-        tk.find_channel_groups(build(), torch.empty(SHAPE), verify="values")
 
 
 def test_half_precision_proves_too_little():

@@ -52,7 +52,8 @@ def test_how_it_was_pruned_is_written(tmp_path):
     options = {"budget": tk.Budget(macs=0.5), "groups": groups, "base_args": {"channels": (4, 4, 4)}}
     result = tk.prune(model, scores=scores, **options)
     folder = tk.save_pretrained(result, tmp_path / "net", verify=False)
-    made = json.loads((folder / "config.json").read_text())["timm_knapsack"]["pruning"]
-    told = result.report.to_dict()
+    written = json.loads((folder / "config.json").read_text())["timm_knapsack"]
+    assert written["input_size"] == list(result.report.input_size)
+    made, told = written["pruning"], result.report.to_dict()
     expected = ("model", "value", "total_value", "upper_bound", "rounds", "scores", "options")
     assert made == json.loads(json.dumps({key: told[key] for key in expected}))

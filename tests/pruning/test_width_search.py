@@ -283,3 +283,16 @@ def test_room_is_filled_by_value_for_its_cost():
     assert filled.tolist() == [3, 1]
     assert width_search._filled(ladders, [cost], {"macs": 21}, np.array([1.0, 1.0]), held=0).tolist() == [1, 2]
     assert width_search._filled(ladders, [cost], {"macs": 22}, np.array([1.0, 1.0])).tolist() == [3, 1]
+
+
+def linear(name, *constants):
+    """So much for each unit of each group."""
+    terms = [CostTerm(f"layer{i}", constant, (Count(0, ((i, 1),)),)) for i, constant in enumerate(constants)]
+    return ProductCost(name, name, terms, len(constants))
+
+
+def test_of_two_costs_the_relaxation_is_taken_where_it_is_whole():
+    ladders = [ladder([19.0, 18, 17, 16, 15], 1, 5, 1), ladder([5.0, 4, 3, 2, 1], 1, 5, 1)]
+    costs, limits = [linear("a", 1, 1), linear("b", 1, 2)], {"a": 8, "b": 11}
+    there, bound = width_search._solve_linearised(ladders, costs, limits, np.array([5.0, 5.0]))
+    assert there.tolist() == [5, 3] and bound == pytest.approx(19 + 18 + 17 + 16 + 15 + 5 + 4 + 3)

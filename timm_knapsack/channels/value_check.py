@@ -31,8 +31,23 @@ TOLERANCE = 1e-9
 # equal loss of both could hide that the place between them is calculated.
 WAYS_TO_DRAW = ("some", "many", "few")
 
-# Above these the check takes minutes, or gigabytes (it holds three copies in float64): shapes must do.
-MOST_MACS = 30e9
+# Values are compared where that takes at most this share of scoring so many images, forward and backward. Both are
+# counted in MACs in float32, so that the same network is always verified in the same way.
+MOST_SHARE = 0.1
+SCORED_IMAGES = 256
+PASSES_TO_SCORE = 3  # a backward pass takes two
+
+# What the check does where nothing is wrong: a masked and a slim pass for each draw, one to see if it takes two images,
+# one to label its values. A MAC in float64 takes two in float32; a weight, which is drawn once and copied six times, a
+# thousand (30 ns, measured on VGG-16 at 30 G MACs a second).
+PASSES = 2 * len(WAYS_TO_DRAW) + 2
+MACS_IN_FLOAT64 = 2
+MACS_OF_A_WEIGHT = 1000
+
+# Seconds, at most: compared whatever the share is. Small images have it large, since copies of weights don't shrink.
+LITTLE_WORK = 1e11
+
+# Above this its three copies in float64 take more than 5 GB.
 MOST_PARAMETERS = 200e6
 
 # Below this two images are compared instead of one.
@@ -43,13 +58,25 @@ class NoValues(Exception):
     """The network's values can't be compared, with the reason."""
 
 
-def too_large(groups: ChannelGroups) -> str:
+def too_dear(groups: ChannelGroups) -> str:
     """Why a network's values are not compared unless one asks for it; empty where they are."""
-    parameters = sum(torch.Size(shape).numel() for shape in groups.shapes.values())
-    for count, most, what in ((groups.macs(), MOST_MACS, "MACs"), (parameters, MOST_PARAMETERS, "parameters")):
-        if count > most:
-            return f"{count:.3g} {what}, more than {most:.3g}"
+    if (count := _parameters(groups)) > MOST_PARAMETERS:
+        return f"{count:.3g} parameters, more than {MOST_PARAMETERS:.3g}"
+    work, scoring = work_of_check(groups), SCORED_IMAGES * PASSES_TO_SCORE * groups.macs()
+    if work > max(LITTLE_WORK, MOST_SHARE * scoring):
+        share = f"{work / scoring:.0%}" if scoring else "more than all"
+        return f"it would take {share} of scoring {SCORED_IMAGES} images, more than {MOST_SHARE:.0%}"
     return ""
+
+
+def work_of_check(groups: ChannelGroups) -> float:
+    """What comparing values takes where nothing is wrong, in MACs in float32."""
+    images = 2 if groups.macs() <= CHEAP_MACS else 1
+    return PASSES * images * MACS_IN_FLOAT64 * groups.macs() + MACS_OF_A_WEIGHT * _parameters(groups)
+
+
+def _parameters(groups: ChannelGroups) -> int:
+    return sum(torch.Size(shape).numel() for shape in groups.shapes.values())
 
 
 class ValueCheck:

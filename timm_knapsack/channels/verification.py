@@ -12,7 +12,7 @@ from ..slim.channel_groups import Attribute, ChannelGroups, CostTerm, Count, Map
 from .dry_run import ShapeCheck
 from .grouping import groups_of
 from .tracing import Assumptions, Trace, run_trace
-from .value_check import ChoiceCheck, NoValues, ValueCheck, too_large
+from .value_check import ChoiceCheck, NoValues, ValueCheck, too_dear
 
 MAX_RETRACES = 8
 WAYS = ("auto", "values", "shapes", "none")
@@ -48,7 +48,7 @@ def _verified(groups, model, shadow, inputs, trace, way: str) -> ChannelGroups:
     fitting, assuming = _fitting(groups, model, shadow, inputs, trace)
     if way == "shapes":
         return replace(fitting, verified="shapes", verified_note="as asked")
-    why_not = too_large(fitting) if way == "auto" else ""
+    why_not = too_dear(fitting) if way == "auto" else ""
     if why_not:
         return replace(fitting, verified="shapes", verified_note=why_not)
     try:

@@ -64,13 +64,15 @@ def publish(
     try:
         validate_repo_id(repo_id)
     except ValueError as error:
-        raise HubError(f"{repo_id!r} is no repository id, expected 'name' or 'owner/name': {_line(error)}") from None
+        raise HubError(
+            f"{repo_id!r} is no repository id, expected 'name' or 'owner/name': {_line(str(error))}"
+        ) from None
     branch = revision or "main"
     if dry_run:
         sizes = _sizes(files, {name: text(repo_id) for name, text in texts.items()})
         return Publication(repo_id, sizes, branch, private, tag, url=None)
-    token = _checked_token(token)
-    if token is None and get_token() is None:
+    token = _checked_token(get_token() if token is None else token)
+    if token is None:
         raise HubError(f"publishing {repo_id} needs a Hub token, and none was found: {TOKEN_HINT}")
     api = HfApi(token=token, library_name="timm-knapsack", library_version=__version__)
     step = "creating the repository"
@@ -96,10 +98,8 @@ def publish(
     except KnapsackError:
         raise
     except Exception as error:  # from the Hub client or the network underneath; the block calls nothing else
-        secrets = [secret for secret in (token, get_token()) if secret]
-        message = _without(_explain(error, repo_id, step, api.endpoint), secrets)
-        leaks = any(secret in str(error) for secret in secrets)  # the cause is printed with the error
-        raise HubError(message) from (None if leaks else error)
+        message = _explain(error, repo_id, step, api.endpoint, token)
+        raise HubError(message) from (None if _tells(error, token) else error)  # a cause is printed with the error
     return Publication(repo_id, _sizes(files, rendered), branch, private, tag, url=commit.commit_url)
 
 
@@ -108,8 +108,9 @@ def _sizes(files: Mapping[str, Path], texts: Mapping[str, str]) -> dict[str, int
     return sizes | {name: len(text.encode()) for name, text in texts.items()}
 
 
-def _explain(error: Exception, repo_id: str, step: str, endpoint: str) -> str:
+def _explain(error: Exception, repo_id: str, step: str, endpoint: str, token: str) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
+    line = _line(str(error).replace(token, "(the token)")) or type(error).__name__
     what = f"{step} for {repo_id} failed"
     if status == 401:
         return f"{what}: the Hub does not accept the token; {TOKEN_HINT}"
@@ -118,11 +119,11 @@ def _explain(error: Exception, repo_id: str, step: str, endpoint: str) -> str:
     if status == 404:
         return f"{what}: {repo_id} is not there, or private and not open to this token; check the name, or {TOKEN_HINT}"
     if status == 409:
-        return f"{what}: the Hub reports a conflict ({_line(error)}); choose another name, tag or branch"
+        return f"{what}: the Hub reports a conflict ({line}); choose another name, tag or branch"
     if status is not None:
         tried = f", {TRIES} times or with a long Retry-After" if status == 429 or status >= 500 else ""
-        return f"{what}: {endpoint} answered {status}{tried} ({_line(error)}); try again later"
-    return f"{what}: the connection to {endpoint} broke ({type(error).__name__}: {_line(error)}); run it again"
+        return f"{what}: {endpoint} answered {status}{tried} ({line}); try again later"
+    return f"{what}: the connection to {endpoint} broke ({type(error).__name__}: {line}); run it again"
 
 
 def _checked_token(token: str | None) -> str | None:
@@ -135,13 +136,19 @@ def _checked_token(token: str | None) -> str | None:
     return token
 
 
-def _without(message: str, secrets: Sequence[str]) -> str:
-    for secret in secrets:
-        message = message.replace(secret, "(the token)")
-    return message
+def _tells(error: BaseException, secret: str) -> bool:
+    """Whether an error, or one that it came of, has the secret in its message."""
+    seen: list[BaseException] = []
+    ahead: list[BaseException | None] = [error]
+    while ahead:
+        now = ahead.pop()
+        if now is not None and now not in seen:
+            seen.append(now)
+            ahead += [now.__cause__, now.__context__]
+    return any(secret in f"{now} {now!r}" for now in seen)
 
 
-def _line(error: Exception) -> str:
+def _line(message: str) -> str:
     """The first line of a message that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[0][:300] if lines else ""

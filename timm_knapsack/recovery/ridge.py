@@ -237,8 +237,8 @@ class _Normal:
             penalty = ridge * diagonal.mean(1, keepdim=True).clamp_min(1e-12)
             damped = self.gram + torch.diag_embed(penalty.expand_as(diagonal))
             factor, failed = torch.linalg.cholesky_ex(damped)
-            if failed.any():  # a singular Gram matrix and next to no penalty
-                return torch.linalg.solve(damped, self.cross)
+            if failed.any():  # a singular Gram matrix and next to no penalty: the least change of those that do as well
+                return torch.linalg.pinv(damped, hermitian=True) @ self.cross
             factors[ridge] = factor
         return torch.cholesky_solve(self.cross, factors[ridge])
 

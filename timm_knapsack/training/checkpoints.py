@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError, KnapsackError, first_line
 from ..files.atomic import replacing_folder
-from ..files.plain_json import read_json, shortened, write_json
+from ..files.plain_json import MAX_BYTES, parse_json, read_json, read_limited, shortened, write_json
 from ..slim.tensor_files import write_state, write_tensors
 
 FORMAT = "timm-knapsack/checkpoint"
@@ -93,26 +93,35 @@ def check_replaceable(path: str | Path) -> None:
         return
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file, expected a folder for a checkpoint; choose another output_dir")
-    names = sorted(file.name for file in path.iterdir())
-    more = [name for name in names if name not in ("state.json", "optimizer.pt") and not name.endswith(".safetensors")]
+    names = {file.name for file in path.iterdir()} - {"state.json"}
+    more = sorted(name for name in names if not _FILE.fullmatch(name))
     if more:
         raise CheckpointError(
             f"{path} holds {more[0]}, which no checkpoint has, so it is not replaced; choose another output_dir"
         )
-    if names and not _has_mark(path / "state.json"):
+    listed = _listed_files(path / "state.json")
+    if listed is None and any(path.iterdir()):
         raise CheckpointError(
             f"{path} is no checkpoint of timm-knapsack (its state.json does not say so), so it is not replaced; choose "
             "another output_dir, or remove it yourself"
         )
+    more = sorted(names - (listed or set()))
+    if more:
+        raise CheckpointError(
+            f"{path} holds {more[0]}, which its state.json does not list, so it is not replaced; move it elsewhere, or "
+            "choose another output_dir"
+        )
 
 
-def _has_mark(file: Path) -> bool:
-    """The format stands at the head of the file, which may be long."""
+def _listed_files(file: Path) -> set[str] | None:
+    """The files that a checkpoint of whichever version lists; None where this is none."""
     try:
-        with open(file, "rb") as stream:
-            return f'"format": "{FORMAT}"'.encode() in stream.read(256)
-    except OSError:
-        return False
+        state = parse_json(read_limited(file, MAX_BYTES), str(file))
+    except KnapsackError:
+        return None
+    if not isinstance(state, dict) or state.get("format") != FORMAT or not isinstance(state.get("files"), dict):
+        return None
+    return set(state["files"])
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:

@@ -60,7 +60,7 @@ def evaluate(
                 raise TrainingError(f"{type(model).__name__} gives no class scores [images, classes] to be counted")
             logits = logits.float()
             if labelled:
-                check_targets(targets, logits.shape[1], f"batch {index} of the evaluation data")
+                check_targets(targets, logits.shape[1], f"batch {index} of the evaluation data", images=len(images))
             rows = _right(logits, targets) if labelled else _alike(logits, reference.float())
             if sharded:
                 rows = accelerator.gather_for_metrics(rows)  # without the samples that even_batches repeats
@@ -164,12 +164,15 @@ def has_no_labels(targets: torch.Tensor) -> bool:
     return not targets.is_floating_point() and bool((targets == -1).all())
 
 
-def check_targets(targets: torch.Tensor, classes: int, where: str = "", unlabelled: bool = False) -> None:
+def check_targets(
+    targets: torch.Tensor, classes: int, where: str = "", unlabelled: bool = False, images: int | None = None
+) -> None:
     """An error that names the first image whose label is not one of the classes.
 
     Args:
         where: which batch it is, for the error.
         unlabelled: the data has no labels, which -1 stands for.
+        images: how many there are; a single label for all of them would be counted against each.
 
     Example:
         >>> check_targets(torch.tensor([0, 2, 9]), 3, "batch 5")
@@ -178,6 +181,8 @@ def check_targets(targets: torch.Tensor, classes: int, where: str = "", unlabell
         timm_knapsack.errors.TrainingError: labels must be [batch] from 0 to 2; image 2 of batch 5 has 9
     """
     place = f" of {where}" if where else ""
+    if images is not None and targets.shape[:1] != (images,):
+        raise TrainingError(f"there must be a label for each of the {images} images{place}, got {len(targets)}")
     if targets.is_floating_point():
         if targets.shape[1:] != (classes,):
             raise TrainingError(f"soft labels of shape {tuple(targets.shape)}{place} do not fit {classes} classes")

@@ -234,7 +234,8 @@ class _Run:
         self.statistics.keep()
         for position in range(window):
             images, targets = next(batches)
-            check_targets(targets, self.classes, f"batch {self.batch} of epoch {self.epoch}", self.unlabelled)
+            where = f"batch {self.batch} of epoch {self.epoch}"
+            check_targets(targets, self.classes, where, self.unlabelled, images=len(images))
             seed_all(self.config.seed, "step", self.epoch, self.batch, accelerator.process_index)
             if self.mix is not None:
                 images, targets = mixed(self.mix, images, targets)

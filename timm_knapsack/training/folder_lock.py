@@ -41,8 +41,9 @@ def only_run_in(folder: str | os.PathLike | None, accelerator: Any) -> Iterator[
             descriptor = _locked(folder)
         except BlockingIOError:
             problem = f"another run writes to {folder} just now; wait for it, or choose another output_dir"
-        except OSError as error:
-            problem = f"can't use {folder} for checkpoints: {error.strerror or error}; choose another output_dir"
+        except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+            reason = getattr(error, "strerror", None) or error
+            problem = f"can't use {folder} for checkpoints: {reason}; choose another output_dir"
     try:
         problem = _told_by_main(problem, accelerator)
         if problem:

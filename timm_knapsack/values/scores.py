@@ -88,7 +88,8 @@ def check_scores(scores: Mapping[str, Tensor], groups: ChannelGroups) -> dict[st
         raise ScoreError(f"these scores belong to other groups: {what}; score this model again with taylor_scores")
     result = {}
     for group in groups:
-        values = torch.as_tensor(scores[group.name]).detach().to("cpu", torch.float64)
+        values = torch.as_tensor(scores[group.name]).detach().cpu()
+        values = values if values.is_complex() else values.double()  # half of a complex number would be lost unseen
         if values.shape != (group.size,):
             raise ScoreError(
                 f"scores[{group.name!r}] has shape {list(values.shape)}, the group has {group.size} units; "
