@@ -104,7 +104,7 @@ def chart(
             low, high = axes.get_ylim()
             subs = (1, 2, 5) if high / low < 300 else (1,)  # labels of every step would overlap
             axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=subs))
-            axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+            axes.yaxis.set_major_formatter(_plain_numbers)
             axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         if all(float(value).is_integer() for one in series for value in one["x"]):  # there is no epoch 0.5
             axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
@@ -125,6 +125,15 @@ def chart(
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     return _inline(text.getvalue(), title)
+
+
+def _plain_numbers(value: float, place: int) -> str:
+    """Ticks of a logarithmic axis: 0.001, and 10⁻⁵ where the zeros would have to be counted."""
+    if value >= 1e-3:
+        return f"{value:g}"
+    digits, power = f"{value:.0e}".split("e")
+    power = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"10{power}" if digits == "1" else f"{digits}·10{power}"
 
 
 # Where the name of a point may stand: offset in points, and what of it is nearest to the point.
