@@ -52,6 +52,7 @@ mutants: $(READY)
 # The pages in site/, from docs/ and the docstrings; a link that leads nowhere is an error.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html; with search at http://localhost:8000: $(BIN)/python -m http.server -d site"
 
 # The pictures of README and docs: a quickstart's chart, and pages in headless Chromium.
 images: quickstart docs

@@ -112,6 +112,8 @@ def test_the_pages_build_without_a_dead_link(tmp_path):
     assert build(ROOT / "docs", tmp_path / "site").returncode == 0
     page = (tmp_path / "site" / "api.html").read_text()
     assert "image_loader" in page and "Prune a model to a budget" in page, "from the docstrings"
+    assert not re.search(r'<(script|link)[^>]*(src|href)="https?:', page), "nothing is fetched from elsewhere"
+    assert "halonet" in (tmp_path / "site" / "search" / "search_index.json").read_text(), "coverage can be searched"
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     (tmp_path / "docs" / "index.md").write_text("# Start\n\n[nowhere](nowhere.md)\n")
     done = build(tmp_path / "docs", tmp_path / "broken")

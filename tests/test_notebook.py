@@ -30,8 +30,10 @@ def test_every_cell_runs_and_the_last_shows_the_report(tmp_path):
         if "data" in output
     ]
     assert sum("<table>" in html for html in shown) == 3, "groups, curves and result are tables"
-    assert shown[-1].startswith("<iframe srcdoc=") and "Asked, counted, measured" in shown[-1]
+    assert shown[-1].startswith("<div><iframe srcdoc=") and "Asked, counted, measured" in shown[-1]
     assert (tmp_path / "digits-small" / "model.safetensors").exists()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert not any("IPython.display" in output["text"] for output in outputs if output.get("name") == "stderr")
 
 
 def test_a_broken_cell_would_be_noticed(tmp_path):

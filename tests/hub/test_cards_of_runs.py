@@ -43,7 +43,15 @@ def test_it_names_network_data_and_change(card):
     text = card[0].text
     assert re.search(r"^# cifar_resnet20 at (59|60)% of its MACs$", text, re.MULTILINE)
     assert re.search(r"Top-1 on digits: [\d.]+ %, [+-][\d.]+ against the unpruned network\.", text)
-    assert "| digits | 40 |" in text and "fine-tuned for 1 epochs" in text
+    assert "| digits | 40 |" in text and "fine-tuned for 1 epoch," in text
+
+
+def test_it_tells_the_steps_before_the_last_one(card):
+    """Though the command that wrote it read the network from a folder."""
+    history = card[0].text.partition("## How it was made")[2]
+    steps = ["widths chosen by: criterion curves", "recovered with 40 images", "fine-tuned for 1 epoch"]
+    places = [history.find(step) for step in steps]
+    assert -1 not in places and places == sorted(places), history
 
 
 def test_nothing_of_this_disk_is_in_it(card):

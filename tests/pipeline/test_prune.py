@@ -177,7 +177,7 @@ def test_the_last_line_says_what_was_lost(network):
     model, groups = network
     with_labels = tk.prune(model, labelled(images()), budget=HALF, groups=groups).report
     loss = with_labels.loss
-    words = f"recovered: top-1 {loss.top1_before:.1f} → {loss.top1_after:.1f} % on the 64 images given"
+    words = f"recovered: top-1 {loss.top1_after:.1f} % (original {loss.top1_before:.1f} %) on the 64 images given"
     assert with_labels.outcome.startswith(words)
     assert f"KL divergence {loss.measured:.3g}" in with_labels.outcome
     assert f"predicted {with_labels.predicted_loss:.3g}" in with_labels.outcome
@@ -198,7 +198,7 @@ def test_a_network_cut_to_the_least_has_collapsed_and_one_cut_a_little_has_not(n
     model, groups = network
     least = tk.Budget(macs=int(groups.macs([1] * len(groups))))
     own = [(x, model(x).argmax(1)) for x in images(128)]
-    with pytest.warns(UserWarning, match=r"has collapsed: top-1 100\.0 → .*To get it back, ask for a larger budget"):
+    with pytest.warns(UserWarning, match=r"has collapsed: top-1 .*To get it back, ask for a larger budget"):
         tk.prune(model, own, budget=least, groups=groups)
     with pytest.warns(UserWarning, match="has collapsed: the same class.*The groups that lose most are .*ignore"):
         tk.prune(model, images(128), budget=least, groups=groups)

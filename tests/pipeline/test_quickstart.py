@@ -24,6 +24,8 @@ def test_every_step_does_its_part(tmp_path):
     assert namespace["model"](torch.zeros(1, 3, 32, 32)).shape == (1, 10)
     assert "local-dir:" in result["code"] and timm.is_model("cifar_resnet8x2")
     assert (tmp_path / "base.safetensors").exists() and len(list(tmp_path.glob("images/train/*/*.png"))) == 2694
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "- recovered with 512 images\n- fine-tuned for 4 epochs, sgd" in card
     page = (tmp_path / "model" / "report.html").read_text()
     assert "Asked, counted, measured" in page and "<script" not in page
 

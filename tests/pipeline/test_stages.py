@@ -85,7 +85,7 @@ def test_the_prune_list_scores_prunes_recovers_and_saves(job):
     assert re.fullmatch(r"score: 8 images, criterion curves, [\d.]+ s", lines[3])
     assert re.fullmatch(r"prune: (4\d|50)\.\d % of 10\.\d M MACs \(asked 50 %\), [\d.]+ s", lines[4])
     assert re.fullmatch(
-        r"recover: 6 images, \d+ layers, top-1 [\d.]+ → [\d.]+ % on the 6 images given, [\d.]+ s", lines[5]
+        r"recover: 6 images, \d+ layers, top-1 [\d.]+ % \(original [\d.]+ %\) on the 6 images given, [\d.]+ s", lines[5]
     )
     assert "training" not in job.made and "evaluation" not in job.made  # nobody takes them: not opened
     student = job["student"]

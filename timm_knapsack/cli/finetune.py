@@ -70,17 +70,12 @@ def finetune(
     if not job.is_main:
         return
     result = job["tuned"]
-    tuned, weights = result.config, result.config.distillation
-    job.notes = [
-        f"fine-tuned for {result.epochs} epochs, {tuned.optimizer}, lr {tuned.lr:g}, kd {weights.kd_weight:g}, "
-        f"ikd {weights.ikd_weight:g}"
-    ]
     saved = run_stages(stages("save"), job)["saved"]
     if as_json:
         facts = {
             "folder": str(saved),
             "updates": result.updates,
-            "chosen": tuned.choices(),
+            "chosen": result.config.choices(),
             "best_top1": result.best_top1,
             "last_top1": result.last_top1,
         }

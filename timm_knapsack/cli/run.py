@@ -50,10 +50,9 @@ def run(
             console.print_json(facts)
             return
         console.print_costs(facts, f"{loaded.name}: dry run")
+        step = "one training step, of random weights on random images, ran; " if facts["loss"] is not None else ""
         console.stdout().print(
-            f"{facts['groups']} groups, {facts['units']} units; one synthetic step: loss {facts['loss'] or 0:.4g}; "
-            "nothing was written",
-            markup=False,
+            f"{facts['groups']} groups, {facts['units']} units; {step}nothing was written", markup=False
         )
         return
     folder = console.check_writable(out or f"runs/{loaded.name}")

@@ -223,7 +223,8 @@ def decode(value: Any, place: str) -> Image.Image:
         if isinstance(value, np.ndarray):
             value = Image.fromarray(value)
         if not isinstance(value, Image.Image | str | os.PathLike) and not hasattr(value, "read"):
-            raise UnreadableImageError(f"{place} holds {type(value).__name__}, not an image; name the images' column")
+            kinds = "a PIL image, path, bytes or array; a table's column is named with image_column=…"
+            raise UnreadableImageError(f"{place} holds {type(value).__name__}, not {kinds}")
         image = value if isinstance(value, Image.Image) else Image.open(value)
         image.load()
         return image

@@ -264,7 +264,7 @@ def _write(name: str, thing: Any, folder: Path) -> None:
     if name in ("table", "scores"):
         thing.save(folder / FILES[name])
     elif name == "student":
-        save_run(thing.savable, folder / FILES[name], record=thing.record, notes=thing.notes, draw=False)
+        save_run(thing.savable, folder / FILES[name], record=thing.record, notes=thing.record.notes, draw=False)
     elif name == "evaluations":
         write_json(folder / FILES[name], thing)
 

@@ -65,14 +65,12 @@ class Student:
     Attributes:
         what: "pruned", "recovered" or "fine-tuned".
         result: the `PruneResult` it comes from, unless it was loaded from a folder.
-        notes: lines for the model card's "How it was made".
     """
 
     model: nn.Module
     record: RunRecord
     what: str = "pruned"
     result: Any = None
-    notes: tuple[str, ...] = ()
 
     @property
     def kept(self) -> dict[str, Tensor] | None:
@@ -80,10 +78,12 @@ class Student:
         return {name: torch.as_tensor(index) for name, index in self.record.kept_channels.items()} or None
 
     def then(self, what: str, model: nn.Module | None = None, note: str = "") -> "Student":
-        """The student after a further step."""
+        """The student after a further step; its record gets a note of it for the model card."""
+        if note:
+            self.record.notes.append(note)
         model = self.model if model is None else model
         result = None if self.result is None else replace(self.result, model=model)
-        return replace(self, model=model, what=what, result=result, notes=self.notes + ((note,) if note else ()))
+        return replace(self, model=model, what=what, result=result)
 
     def measured(self, loss: LossLine) -> "Student":
         """The student, with what it has lost in its report and its record."""
@@ -108,7 +108,7 @@ class Job:
         made: what there is by now, by name; may be given some of it.
         wanted: names of what the stages of this run take; loaders that nobody takes are not opened.
         data_name, eval_name, eval_split: words about the images, for records and cards.
-        command, notes, saving: for the record, for the card, further arguments of `save_pretrained`.
+        command, saving: for the record, further arguments of `save_pretrained`.
         words: how a user says things, for messages: ``labels``, ``resume``.
         options: settings of stages that recipes do not have.
         checkpoints: where fine-tuning writes its own; None for none.
@@ -127,7 +127,6 @@ class Job:
     eval_name: str = ""
     eval_split: str | None = None
     command: str = ""
-    notes: Sequence[str] = ()
     saving: Mapping[str, Any] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -91,7 +91,7 @@ def _train(job: Job) -> str:
         raise StoppedError(f"stopped after update {tuned.updates}")
     write_tensors(path, job["base"].state_dict())
     job.source = replace(job.source, pretrained=False, weights=str(path))  # what was pruned, for whoever goes on
-    return f"{config.epochs} epochs, {tuned.updates} updates"
+    return f"{_count(config.epochs, 'epoch')}, {_count(tuned.updates, 'update')}"
 
 
 # ---- values and costs ---------------------------------------------------------------------------------------------
@@ -188,8 +188,15 @@ def _finetune(job: Job) -> str:
         raise StoppedError(f"stopped after update {tuned.updates}; {again}")
     tuned.model.channel_config = student.model.channel_config  # an average of the student is another module
     student.record.add_finetuning(tuned.config, tuned)
-    job.made |= {"tuned": tuned, "student": student.then("fine-tuned", tuned.model)}
-    return f"{tuned.epochs} epochs, {tuned.updates} updates{_gain(tuned.evaluations)}"
+    chosen, weights = tuned.config, tuned.config.distillation
+    note = f"fine-tuned for {_count(tuned.epochs, 'epoch')}, {chosen.optimizer}, lr {chosen.lr:g}"
+    note += f", kd {weights.kd_weight:g}, ikd {weights.ikd_weight:g}"
+    job.made |= {"tuned": tuned, "student": student.then("fine-tuned", tuned.model, note)}
+    return f"{_count(tuned.epochs, 'epoch')}, {_count(tuned.updates, 'update')}{_gain(tuned.evaluations)}"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _gain(rows: Sequence[dict[str, Any]]) -> str:
@@ -280,9 +287,20 @@ def _save(job: Job) -> str:
         said["base_model"] = True  # timm's own weights: timm says where they come from
     job.made["saved"], _ = save_run(
         student.savable, job.folder, record=record, evaluation=_card_rows(job, student),
-        notes=[*student.notes, *job.notes], **{**said, **job.saving},
+        notes=_history(student), **{**said, **job.saving},
     )  # fmt: skip
     return str(job["saved"])
+
+
+def _history(student: Student) -> list[str]:
+    """What the card says of how the student was made. A student from a folder has no result, which would say how its
+    widths were chosen; its record does."""
+    pruning = student.record.pruning
+    if student.result is not None or not pruning.get("scores"):
+        return student.record.notes
+    told = {**pruning["scores"], "budget": (pruning.get("options") or {}).get("budget")}
+    words = ", ".join(f"{key} {value}" for key, value in told.items() if value is not None)
+    return [f"widths chosen by: {words}", *student.record.notes]
 
 
 def _card_rows(job: Job, student: Student) -> list[dict[str, Any]]:

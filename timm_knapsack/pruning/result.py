@@ -63,7 +63,8 @@ class LossLine:
 
     def __str__(self):
         if self.top1_before is not None:
-            return f"top-1 {self.top1_before:.1f} → {self.top1_after:.1f} % on the {self.images} images given"
+            both = f"top-1 {self.top1_after:.1f} % (original {self.top1_before:.1f} %)"
+            return f"{both} on the {self.images} images given"
         if self.agreement is not None:
             return f"the same class as the original on {self.agreement:.1%} of the {self.images} images given"
         return f"{self.kind} {self.measured:.4g} on the {self.images} images given"

@@ -112,6 +112,7 @@ def sweep_chart(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     if not rows:
         return None
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    unit, word = (1e9, "billion") if max(row["macs"] for row in rows) >= 1e9 else (1e6, "million")
     colors = {"original": FAINT, "fine-tuned": EXTRA, "original, smaller images": GONE}
     markers = {"original": "s", "fine-tuned": "*", "original, smaller images": "^"}
     series = []
@@ -119,7 +120,7 @@ def sweep_chart(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         points = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["macs"])
         series.append(
             {
-                "x": [row["macs"] / 1e6 for row in points], "y": [row["top1"] for row in points], "label": kind,
+                "x": [row["macs"] / unit for row in points], "y": [row["top1"] for row in points], "label": kind,
                 "style": "both" if len(points) > 1 else "points", "marker": markers.get(kind, "o"),
                 "color": colors.get(kind, KEPT), "size": 12 if markers.get(kind) == "*" else 5,
                 "names": [row["what"] for row in points] if len(points) > 1 else [],
@@ -128,10 +129,10 @@ def sweep_chart(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     ends = [next((row for row in rows if row["kind"] == kind), None) for kind in ("original", "fine-tuned")]
     arrow, title = None, "Top-1 of each network against its MACs"
     if all(ends):
-        arrow = [(row["macs"] / 1e6, row["top1"]) for row in ends]
+        arrow = [(row["macs"] / unit, row["top1"]) for row in ends]
         title += "; the arrow leads from the original to the one that was chosen"
     return {
-        "series": series, "title": title, "x_label": "million MACs", "y_label": "top-1, %",
+        "series": series, "title": title, "x_label": f"{word} MACs", "y_label": "top-1, %",
         "percent": True, "arrow": arrow,
     }  # fmt: skip
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..errors import KnapsackError
 from ..files.atomic import replacing_file
 from ..human_numbers import human
@@ -16,6 +18,7 @@ KEPT, GONE, EXTRA, FAINT = (
     "#3f9e63",
     "#8a8f98",
 )  # told apart by light and dark, and by the colour-blind
+BEND = 0.06  # of an arrow
 INK = "#010203"  # stands for the page's own text colour, which follows light and dark
 
 
@@ -97,14 +100,15 @@ def chart(
                 markersize=one.get("size", 5), clip_on=not percent, zorder=3,
             )  # fmt: skip
         if arrow is not None:
-            style = {"arrowstyle": "->", "color": FAINT, "connectionstyle": "arc3,rad=0.06", "shrinkA": 6, "shrinkB": 9}
+            style = {"arrowstyle": "->", "color": FAINT, "shrinkA": 6, "shrinkB": 9}
+            style["connectionstyle"] = f"arc3,rad={BEND}"
             axes.annotate("", arrow[1], xytext=arrow[0], arrowprops=style)
         if log_y and all(value > 0 for one in series for value in one["y"]):
             axes.set_yscale("log")
             low, high = axes.get_ylim()
             subs = (1, 2, 5) if high / low < 300 else (1,)  # labels of every step would overlap
             axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=subs))
-            axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+            axes.yaxis.set_major_formatter(_plain_numbers)
             axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         if all(float(value).is_integer() for one in series for value in one["x"]):  # there is no epoch 0.5
             axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
@@ -118,7 +122,7 @@ def chart(
         if sum(bool(one["label"]) for one in series) > 1:
             place = {"loc": "outside upper left", "ncols": 2}
             figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=9, **place)
-        _name_points(figure, axes, series)
+        _name_points(figure, axes, series, arrow)
         if path is not None:
             with replacing_file(path) as new:
                 figure.savefig(new, dpi=140, facecolor="white")
@@ -127,14 +131,25 @@ def chart(
     return _inline(text.getvalue(), title)
 
 
+def _plain_numbers(value: float, place: int) -> str:
+    """Ticks of a logarithmic axis: 0.001, and 10⁻⁵ where the zeros would have to be counted."""
+    if value >= 1e-3:
+        return f"{value:g}"
+    digits, power = f"{value:.0e}".split("e")
+    power = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"10{power}" if digits == "1" else f"{digits}·10{power}"
+
+
 # Where the name of a point may stand: offset in points, and what of it is nearest to the point.
 PLACES = (
     *(((5, -4), "left", "top"), ((5, 4), "left", "bottom"), ((-5, 4), "right", "bottom"), ((-5, -4), "right", "top")),
 )
 
 
-def _name_points(figure: Any, axes: Any, series: Sequence[Mapping[str, Any]]) -> None:
-    """Write names beside points, each where it covers neither a point nor another name; else not at all."""
+def _name_points(
+    figure: Any, axes: Any, series: Sequence[Mapping[str, Any]], arrow: Sequence[tuple[float, float]] | None = None
+) -> None:
+    """Write names beside points, each where it covers no point, other name or arrow; else not at all."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.transforms import Bbox
 
@@ -146,6 +161,13 @@ def _name_points(figure: Any, axes: Any, series: Sequence[Mapping[str, Any]]) ->
     renderer, inside = canvas.get_renderer(), axes.get_window_extent()
     dots = [axes.transData.transform(p) for one in series for p in zip(one["x"], one["y"], strict=True)]
     taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
+    if arrow is not None:
+        first, last = (axes.transData.transform(end) for end in arrow)
+        (x, y), (width, height) = (first + last) / 2, last - first
+        bend = np.array([x + BEND * height, y - BEND * width])  # as matplotlib has it in "arc3"
+        for t in np.linspace(0, 1, 60):
+            x, y = (1 - t) ** 2 * first + 2 * t * (1 - t) * bend + t**2 * last
+            taken.append(Bbox.from_extents(x - 1, y - 1, x + 1, y + 1))
     for x, y, name in named:
         for offset, side, edge in PLACES:
             words = axes.annotate(

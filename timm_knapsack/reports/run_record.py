@@ -29,6 +29,7 @@ class RunRecord:
             measured, too.
         curves: what each width of a group would cost, where value curves were measured: ``{group: {"size", "counts",
             "loss", "chosen"}}``, at some of the widths.
+        notes: lines for the model card's "How it was made", one for each step behind the cut.
         command: how it was made.
 
     Example:
@@ -48,6 +49,7 @@ class RunRecord:
     latency: dict[str, Any] = field(default_factory=dict)
     sweep: list[dict[str, Any]] = field(default_factory=list)
     curves: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     command: str = ""
 
     @classmethod
@@ -99,9 +101,10 @@ class RunRecord:
             return cls()
         data = read_json(path, "a record", format=FORMAT, version=VERSION)
         for f in fields(cls):
-            kind = str if f.name == "command" else list if f.name in ("evaluations", "sweep") else dict
+            kind = str if f.name == "command" else list if f.name in ("evaluations", "sweep", "notes") else dict
             value = data.get(f.name, kind())
             rows = value if kind is list else ()
-            if not isinstance(value, kind) or not all(isinstance(row, dict) for row in rows):
+            one = str if f.name == "notes" else dict
+            if not isinstance(value, kind) or not all(isinstance(row, one) for row in rows):
                 raise KnapsackError(f"{path} is damaged: {f.name} is {shortened(value)}, which no record holds")
         return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
