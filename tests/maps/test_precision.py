@@ -26,9 +26,9 @@ def untried(monkeypatch):
     [
         ("print(2.0)", 2.0),
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", 0.0),  # a tile instruction that the host refuses
-        ("raise RuntimeError", 0.0),
-        ("print('no number')", 0.0),
-        ("import time; time.sleep(9)", 0.0),
+        ("raise RuntimeError", 1.0),  # this and what follows say nothing about the CPU
+        ("print('no number')", 1.0),
+        ("import time; time.sleep(9)", 1.0),  # a busy machine
     ],
 )
 def test_a_trial_that_dies_leaves_passes_in_float32(monkeypatch, trial, gain):
@@ -36,7 +36,8 @@ def test_a_trial_that_dies_leaves_passes_in_float32(monkeypatch, trial, gain):
     monkeypatch.setattr(precision, "_TRIAL_SECONDS", 2)
     assert precision.cpu_gain() == gain
     context = precision.fast_passes(CPU)
-    assert isinstance(context, nullcontext) == (gain == 0.0)
+    assert isinstance(context, nullcontext) == (gain < 2.0)
+    assert precision.bfloat16_kills() == (gain == 0.0)
 
 
 def test_slower_bfloat16_is_not_taken(monkeypatch):
@@ -46,7 +47,7 @@ def test_slower_bfloat16_is_not_taken(monkeypatch):
 
 def test_without_an_interpreter_to_try_it_in(monkeypatch):
     monkeypatch.setattr(sys, "executable", "")
-    assert precision.cpu_gain() == 0.0
+    assert precision.cpu_gain() == 1.0
 
 
 def test_the_trial_itself_runs_here():

@@ -94,21 +94,23 @@ def _claims_bfloat16() -> bool:
 
 @functools.cache
 def cpu_gain() -> float:
-    """How many times faster this CPU is in bfloat16, tried in a process that may die of it; 0 if it does. Seconds.
+    """How many times faster this CPU is in bfloat16, tried in a process that may die of it; takes seconds.
+
+    0 if that process dies, 1 if its trial says nothing (it took too long, or could not begin).
 
     Example:
         >>> cpu_gain() >= 0
         True
     """
     if not sys.executable:
-        return 0.0
+        return 1.0
     command = [sys.executable, "-c", _TRIAL]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=True)
         gain = float(tried.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        how = getattr(error, "returncode", type(error).__name__)
-        log.info("passes stay in float32: a trial of bfloat16 on this CPU ended with %s", how)
-        return 0.0
+        code = getattr(error, "returncode", None)
+        log.info("passes stay in float32: a trial of bfloat16 on this CPU ended with %s", code or type(error).__name__)
+        return 1.0 if code in (None, 1) else 0.0  # a trial that took too long, or could not begin, says nothing
     log.info("bfloat16 is %.2f times as fast as float32 on this CPU", gain)
     return gain
