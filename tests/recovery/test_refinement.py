@@ -14,7 +14,7 @@ from timm_knapsack.errors import KnapsackError
 from timm_knapsack.maps.distance import output_distance
 from timm_knapsack.maps.views import random_views
 from timm_knapsack.recovery import refinement
-from timm_knapsack.recovery.refinement import refine_steps
+from timm_knapsack.recovery.refinement import images_to_fit, refine_steps
 from timm_knapsack.slim.cutting import kept_outputs
 
 
@@ -51,6 +51,37 @@ def test_it_comes_closer_to_the_teacher_on_images_it_has_not_seen():
     assert distance(student, teacher, noise(64, seed=9)) < before
     assert found.after < found.before and 0 < found.kept <= found.steps
     assert all(torch.equal(value, taught[name]) for name, value in teacher.state_dict().items())
+
+
+def test_images_held_out_are_left_to_judge():
+    """What `prune` recovers on, and what refine judges by, are all images, and none is both."""
+    pixels = noise(21)
+    fitted = torch.cat(images_to_fit([pixels[:10], pixels[10:]]))
+    student, teacher, kept = pair()
+    refining = refinement._Refining(student, teacher, pixels, kept, 1, None, 0)
+    judged = refining.held[: len(refining.held) // 2]  # then views of them
+    assert torch.equal(torch.cat([fitted, judged]).sum((1, 2, 3)).sort().values, pixels.sum((1, 2, 3)).sort().values)
+    assert torch.equal(fitted, refining.images)
+    with pytest.raises(KnapsackError, match="refine got 3 images"):
+        images_to_fit([pixels[:3]])
+
+
+@pytest.mark.parametrize("cost, halved", [(0.5, 0), (3.0, 1), (15.0, 2), (1e6, refinement.HALVINGS)])
+def test_steps_are_halved_until_a_random_one_costs_little(cost, halved, monkeypatch):
+    """The loss of a random step is made up: so many times what is allowed at the largest step, and quadratic."""
+    student, teacher, kept = pair()
+    refining = refinement._Refining(student, teacher, noise(16), kept, 1, None, 0)
+    group = refinement._sized(student)[0]
+    weight, before = group["params"][0], copy.deepcopy(student.state_dict())
+    whole = weight.detach().clone()
+
+    def distances(_):
+        share = float((weight.detach() - whole).abs().mean()) / group["size"]
+        return torch.tensor([2.0 + cost * (share / refinement.STEP) ** 2 * refinement.RANDOM_LOSS * 2.0])
+
+    monkeypatch.setattr(refining, "_held_out_distances", distances)
+    assert refining._fitting_step(2.0, []) == refinement.STEP / 2**halved
+    assert all(torch.equal(value, before[name]) for name, value in student.state_dict().items())
 
 
 def test_the_start_is_kept_where_every_step_leads_away(monkeypatch):

@@ -15,7 +15,7 @@ from ..maps.batches import example_of
 from ..pruning.budget import Budget
 from ..pruning.result import PruneResult
 from ..recovery.closed_form import recover_layers
-from ..recovery.refinement import refine_steps
+from ..recovery.refinement import images_to_fit, refine_steps
 from ..slim.channel_groups import ChannelGroups
 from ..slim.wrappers import bare, for_images, in_full_precision, like_precision
 from ..values.gradient_pass import taylor_scores
@@ -118,7 +118,8 @@ def prune(
     if loader is None:
         return replace(result, model=_as_it_was(result.model, model, own))
     if recover:
-        recover_layers(result.model, model, loader, kept=result.kept_channels)
+        fitted = images_to_fit(loader) if refine else loader
+        recover_layers(result.model, model, fitted, kept=result.kept_channels)
     if refine:
         refine_steps(result.model, model, loader, kept=result.kept_channels)
     report = replace(choice.noted(result.report), loss=measure_loss(result.model, model, loader, recovered=recover))

@@ -24,7 +24,7 @@ from ..models.model_source import ModelSource
 from ..pruning.budget import Budget
 from ..pruning.choose import check_reachable, sweep
 from ..recovery.closed_form import recover_layers
-from ..recovery.refinement import refine_steps
+from ..recovery.refinement import images_to_fit, refine_steps
 from ..reports.page import write_report
 from ..reports.run_record import RunRecord
 from ..slim.tensor_files import write_tensors
@@ -156,8 +156,9 @@ def _prune(job: Job) -> str:
 
 def _recover(job: Job) -> str:
     student, loader, images = job["student"], job["recovery"], job.settings.recover.images
+    fitted = images_to_fit(loader, images) if job.settings.recover.refine else loader
     fits = recover_layers(
-        student.model, job["base"], loader, kept=student.kept, images=images, accelerator=job.accelerator
+        student.model, job["base"], fitted, kept=student.kept, images=images, accelerator=job.accelerator
     )
     count = min(count_images(loader) or images, images)
     how = f"recovered with {count} images"

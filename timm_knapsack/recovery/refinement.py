@@ -1,10 +1,11 @@
 """Refine: a few hundred gradient steps on the same unlabelled images, for users who don't have the training set.
 
 The student learns the teacher's outputs and the maps at the end of its blocks, on mixed views of the images, by Adam
-with steps that are a fixed share of each weight's own size, so that no rate has to be chosen for a network. BatchNorm
-statistics stay as recovery left them. Images that are held out decide whether the last state is kept, or one on the
-way that is clearly better: the last steps are the smallest, and few images tell states apart poorly. The first of the
-states is the start, so that it never ends below where it began.
+with steps that are a share of each weight's own size, the same for all. How large a share follows from the network: a
+step of random signs must cost little of what there is to regain. BatchNorm statistics stay as recovery left them.
+Images that are held out decide whether the last state is kept, or one on the way that is clearly better: the last steps
+are the smallest, and few images tell states apart poorly. The first of the states is the start, so that it never ends
+below where it began.
 """
 
 import copy
@@ -36,7 +37,9 @@ BATCH = 32
 EPOCHS = 24
 CHECKS = 6  # states on the way that are compared
 CLEARLY = 1.0  # standard errors by which an earlier state must be better than the last
-STEP = 12e-3  # of a weight's own size, at the peak of the schedule
+STEP = 12e-3  # of a weight's own size, at the peak of the schedule, at the most
+RANDOM_LOSS = 0.12  # of the start's distance: what a step of random signs may add to it, or steps are halved
+HALVINGS = 4  # at the most
 WARM_UP = 0.1  # of all steps
 INNER = 100.0  # weight of the blocks' relative squared error beside the outputs' divergence
 TEMPERATURE = 2.0
@@ -73,7 +76,9 @@ def refine(
     """Bring a recovered student closer to its teacher by gradients, without labels, in place; returns the student.
 
     One in eight images is held out and decides which state is kept; the start is one of them. The student never sees
-    an image alone, but pairs that are mixed, so that it does not learn the few there are by heart.
+    an image alone, but pairs that are mixed, so that it does not learn the few there are by heart. A student that was
+    recovered on the images held out, too, is judged by images it knows, and its start may be kept for that alone:
+    `prune(…, refine=True)` leaves them out of the recovery.
 
     Args:
         loader: images, or (images, labels); labels are not used. They are held in memory.
@@ -105,11 +110,7 @@ def _refine(student, teacher, loader, kept, epochs, images, accelerator, seed) -
     kept = dict(kept if kept is not None else kept_of(student, teacher))
     device = next(student.parameters()).device
     pixels = torch.cat(varied(image_batches(loader, images, device, example_dtype(student))))
-    if len(pixels) < LEAST_IMAGES:
-        raise KnapsackError(
-            f"refine got {len(pixels)} images and needs at least {LEAST_IMAGES}, one of which is held out; "
-            "a few hundred do"
-        )
+    _check_enough(len(pixels))
     trainable = [parameter for parameter in student.parameters() if parameter.is_floating_point()]
     wanted = [parameter.requires_grad for parameter in trainable]
     try:
@@ -123,13 +124,39 @@ def _refine(student, teacher, loader, kept, epochs, images, accelerator, seed) -
             parameter.grad = None
 
 
+def images_to_fit(loader: Iterable, images: int | None = None) -> list[Tensor]:
+    """The images that `refine` does not hold out: a student that is to be refined is recovered on these alone.
+
+    Example:
+        >>> sum(map(len, images_to_fit([torch.randn(16, 3, 8, 8)])))
+        14
+    """
+    batches = image_batches(loader, images)
+    pixels = torch.cat(batches)
+    _check_enough(len(pixels))
+    return list(pixels[~_held_out(len(pixels))].split(max(map(len, batches))))
+
+
+def _check_enough(count: int) -> None:
+    if count < LEAST_IMAGES:
+        raise KnapsackError(
+            f"refine got {count} images and needs at least {LEAST_IMAGES}, one of which is held out; a few hundred do"
+        )
+
+
+def _held_out(count: int) -> Tensor:
+    """Every eighth image, and the last of fewer."""
+    held = torch.zeros(count, dtype=torch.bool)
+    every = min(HELD_OUT, count)
+    held[every - 1 :: every] = True
+    return held
+
+
 class _Refining:
     def __init__(self, student, teacher, pixels, kept, epochs, accelerator, seed):
         self.student, self.teacher, self.accelerator, self.seed = student, teacher, accelerator, seed
         self.device = pixels.device
-        held = torch.zeros(len(pixels), dtype=torch.bool)
-        every = min(HELD_OUT, len(pixels))
-        held[every - 1 :: every] = True
+        held = _held_out(len(pixels))
         fitted = pixels[~held]
         self.held = self._own(torch.cat([pixels[held], random_views(pixels[held], seed, share=1.0)]))
         self.images = self._own(fitted)
@@ -154,6 +181,7 @@ class _Refining:
         references = [self._outputs(self.teacher, part) for part in self.held.split(BATCH)]
         start = best = self._held_out_distances(references)
         state, kept_step = _copied(self.student), 0
+        self.step = self._fitting_step(self._mean(start), references)
         checks = {round(self.steps * (number + 1) / CHECKS) for number in range(CHECKS)}
         for step in range(1, self.steps + 1):
             self._step(optimizer, step)
@@ -167,8 +195,30 @@ class _Refining:
         self.student.load_state_dict(state)
         return Refinement(self._mean(start), self._mean(best), self.steps, kept_step)
 
+    def _fitting_step(self, start: float, references: list) -> float:
+        """The share of its size by which a weight moves in one step, at the most.
+
+        A network of narrow depthwise convs may lose a third of its distance again by what costs another a tenth.
+        """
+        state, share = _copied(self.student), STEP
+        for _ in range(HALVINGS):
+            draw = torch.Generator().manual_seed(self.seed)
+            with torch.no_grad():
+                for group in _sized(self.student):
+                    parameter = group["params"][0]
+                    signs = torch.randint(0, 2, parameter.shape, generator=draw).to(parameter) * 2 - 1
+                    parameter.add_(signs, alpha=share * group["size"])
+            lost = self._mean(self._held_out_distances(references)) - start
+            self.student.load_state_dict(state)
+            log.info("refine: a random step of %.2g of each weight adds %.3g to %.3g", share, lost, start)
+            if lost <= RANDOM_LOSS * start:
+                break
+            share /= 2
+        return share
+
     def _step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        rate = STEP * min(1.0, step / (WARM_UP * self.steps)) * 0.5 * (1 + math.cos(math.pi * (step - 1) / self.steps))
+        rate = self.step * min(1.0, step / (WARM_UP * self.steps))
+        rate *= 0.5 * (1 + math.cos(math.pi * (step - 1) / self.steps))
         for group in optimizer.param_groups:
             group["lr"] = rate * group["size"]
         optimizer.zero_grad()
