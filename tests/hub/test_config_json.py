@@ -53,7 +53,7 @@ def test_how_it_was_pruned_is_written(tmp_path):
     result = tk.prune(model, scores=scores, **options)
     folder = tk.save_pretrained(result, tmp_path / "net", verify=False)
     written = json.loads((folder / "config.json").read_text())["timm_knapsack"]
-    assert written["input_size"] == list(result.report.input_size)
+    assert not {"layers", "input_size"} & set(written)  # timm's base has them
     made, told = written["pruning"], result.report.to_dict()
     expected = ("model", "value", "total_value", "upper_bound", "rounds", "scores", "options")
     assert made == json.loads(json.dumps({key: told[key] for key in expected}))
