@@ -108,7 +108,7 @@ class Job:
         made: what there is by now, by name; may be given some of it.
         wanted: names of what the stages of this run take; loaders that nobody takes are not opened.
         data_name, eval_name, eval_split: words about the images, for records and cards.
-        command, saving: for the record, further arguments of `save_pretrained`.
+        command, notes, saving: for the record, for the card of this job alone, further arguments of `save_pretrained`.
         words: how a user says things, for messages: ``labels``, ``resume``.
         options: settings of stages that recipes do not have.
         checkpoints: where fine-tuning writes its own; None for none.
@@ -127,6 +127,7 @@ class Job:
     eval_name: str = ""
     eval_split: str | None = None
     command: str = ""
+    notes: Sequence[str] = ()
     saving: Mapping[str, Any] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)

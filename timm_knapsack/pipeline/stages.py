@@ -288,7 +288,7 @@ def _save(job: Job) -> str:
         said["base_model"] = True  # timm's own weights: timm says where they come from
     job.made["saved"], _ = save_run(
         student.savable, job.folder, record=record, evaluation=_card_rows(job, student),
-        notes=_history(student), **{**said, **job.saving},
+        notes=[*_history(student), *job.notes], **{**said, **job.saving},
     )  # fmt: skip
     return str(job["saved"])
 
