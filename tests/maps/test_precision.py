@@ -4,6 +4,7 @@ import sys
 from contextlib import nullcontext
 
 import pytest
+import timm
 import torch
 
 from timm_knapsack.errors import TrainingError
@@ -69,3 +70,11 @@ def test_a_slow_bfloat16_does_not_kill(monkeypatch):
     monkeypatch.setattr(precision, "_TRIAL", "print(0.7)")
     assert not precision.bfloat16_kills()
     assert start_accelerator("bf16").mixed_precision == "bf16"
+
+
+def test_a_class_token_that_is_handed_to_a_module_is_counted():
+    """Torch's counter wants a gradient function of it, and so recovery and curves of CaiT crashed."""
+    net = timm.create_model("cait_xxs24_224", img_size=32).eval()
+    net.head.bias.requires_grad_(False)
+    assert not precision.is_large(net, torch.zeros(1, 3, 32, 32))
+    assert [name for name, p in net.named_parameters() if not p.requires_grad] == ["head.bias"]

@@ -67,8 +67,15 @@ def is_large(model: nn.Module, images: Tensor) -> bool:
         >>> is_large(nn.Conv2d(3, 8, 3), torch.zeros(1, 3, 32, 32))
         False
     """
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(images[:1])
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in learning:  # torch's counter fails where a module is handed a parameter (CaiT's class token)
+            parameter.requires_grad_(False)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(images[:1])
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)
     return counter.get_total_flops() >= 2 * LEAST_MACS
 
 
