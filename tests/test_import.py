@@ -247,6 +247,7 @@ def test_the_doctor_reports_versions_devices_and_whether_timm_imports(monkeypatc
         assert command == [sys.executable, "-c", "import timm"]
         return subprocess.CompletedProcess(command, code)
 
+    monkeypatch.setattr("timm_knapsack.maps.precision.bfloat16_kills", lambda: False)  # it would try it in a process
     monkeypatch.setattr(doctor.subprocess, "run", finished)
     found = doctor.diagnose()
     assert found.versions["torch"] and found.versions["timm"] != "not installed"
