@@ -6,9 +6,9 @@
 Random width vectors, their MACs spread from --least to --most of the original's. Each is cut out of the network (the
 units that the curves keep at that width), recovered on the calibration images in closed form (joint=0, without views,
 as in the trials of `prune`), and its KL divergence from the original's outputs measured on other images: test images,
-without their labels. The curves predict the groups' losses, added up as `prune` does before its trials. Beside it
-stands that of the paper's scores: the sum of the Taylor scores ("abs") of the units that are gone. Spearman's rank
-correlation with the measured KL says how good either is.
+without their labels. The curves predict what the groups lose together (`ValueCurves.joint_loss`), as `prune` does
+before its trials. Beside it stands that of the paper's scores: the sum of the Taylor scores ("abs") of the units that
+are gone. Spearman's rank correlation with the measured KL says how good either is.
 The plot of the networks that were measured goes to docs/images/predicted_loss.png (each network's points are kept
 beside the results, so that the networks can be measured one after the other).
 """
@@ -92,7 +92,7 @@ def measure(options) -> list[dict]:
         kept = zip(groups, counts, strict=True)
         point = {
             "macs": groups.macs(counts) / groups.macs(),
-            "predicted": curves.loss_of(-float(sum(curves[g.name].losses()[n] ** curves.power for g, n in kept))),
+            "predicted": curves.joint_loss(curves[group.name].losses()[count] for group, count in kept),
             "measured": float(loss),
             "taylor": gone,
             "same": float(same),

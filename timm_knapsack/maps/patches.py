@@ -28,15 +28,41 @@ def patches(layer: nn.Module, x: Tensor, positions: Tensor | None = None) -> Ten
     y = y + (torch.arange(kernel[0], device=x.device) * dilation[0]).repeat_interleave(kernel[1])
     z = (positions % columns * stride[1] - left)[:, None]
     z = z + (torch.arange(kernel[1], device=x.device) * dilation[1]).repeat(kernel[0])  # both [positions, taps]
-    images, channels, height, width = x.shape
+    height, width = x.shape[2:]
     inside = (y >= 0) & (y < height) & (z >= 0) & (z < width)
     at = y.clamp(0, height - 1) * width + z.clamp(0, width - 1)
-    # one row of memory for each tap: no copy of the map where its channels lie side by side
-    seen = x.permute(0, 2, 3, 1).reshape(images, height * width, channels).index_select(1, at.reshape(-1))
-    seen = seen.reshape(images, *at.shape, layer.groups, -1)
+    if layer.groups == 1:
+        return _rows_of_taps(x, at, inside)
+    return _taps_of_channels(x, at, inside).reshape(layer.groups, -1, len(x) * len(at)).transpose(1, 2)
+
+
+def _rows_of_taps(x: Tensor, at: Tensor, inside: Tensor) -> Tensor:
+    """[1, images × positions, channels × taps]; one row of memory is read for each tap.
+
+    No copy of the map is made where its channels lie side by side.
+    """
+    images, channels = x.shape[:2]
+    seen = x.permute(0, 2, 3, 1).reshape(images, -1, channels).index_select(1, at.reshape(-1))
+    seen = seen.reshape(images, *at.shape, channels)
     if not inside.all():
-        seen = seen * inside[None, :, :, None, None]  # padding
-    return seen.permute(3, 0, 1, 4, 2).reshape(layer.groups, images * len(at), -1)
+        seen = seen * inside[None, :, :, None]  # padding
+    return seen.transpose(2, 3).reshape(1, images * len(at), -1)
+
+
+def _taps_of_channels(x: Tensor, at: Tensor, inside: Tensor) -> Tensor:
+    """[channels, taps, images × positions], positions side by side.
+
+    A depthwise conv has as many small products as channels. With the positions of a channel far apart in memory each
+    of them takes ten to fifty times as long.
+    """
+    images, channels = x.shape[:2]
+    pixels = x.shape[2] * x.shape[3]
+    first = torch.arange(images, device=x.device)[:, None] * pixels
+    taps = (first + at.t()[:, None]).reshape(-1)  # of [taps, images, positions]
+    seen = x.permute(1, 0, 2, 3).reshape(channels, images * pixels)[:, taps].reshape(channels, at.shape[1], images, -1)
+    if not inside.all():
+        seen = seen.mul_(inside.t()[:, None])  # padding
+    return seen.reshape(channels, at.shape[1], -1)
 
 
 def _grid(layer: nn.Module, x: Tensor) -> tuple[int, int, int, int]:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,10 @@ def _prune_once(shorter: Shorter, values, ladders: Sequence[Ladder], limits: Lim
     config = shorter.recorded(_config(model, groups, keep, base_args))
     slim.channel_config = config
     layers = {cost.name: cost.layer_costs(original, slim, groups.sizes, found.counts) for cost in costs}
+    group_losses = _group_losses(values, groups, offered, found.counts)
+    predicted = values.joint_loss(group_losses.values())
+    alike = partial(_in_proportion, values, predicted, solution.value)
+    with_more = None if predicted is None else _value_with_more(originals, offered, costs, allowed)
     report = PruneReport(
         model=model_name(model),
         input_size=tuple(groups.input_shape[1:]),
@@ -144,10 +149,10 @@ def _prune_once(shorter: Shorter, values, ladders: Sequence[Ladder], limits: Lim
         layer_costs={name: lines for name, lines in layers.items() if lines},
         seconds=time.perf_counter() - start,
         scores=dict(values.about),
-        predicted_loss=values.loss_of(solution.value),
-        loss_gap=_loss_gap(values, solution),
-        group_losses=_group_losses(values, groups, offered, found.counts),
-        loss_with_more=_loss_with_more(values, originals, offered, costs, allowed),
+        predicted_loss=predicted,
+        loss_gap=None if predicted is None else predicted - alike(solution.upper_bound),
+        group_losses=group_losses,
+        loss_with_more=None if with_more is None else alike(with_more),
         frozen=frozen,
         verified=groups.verified,
         verified_note=groups.verified_note,
@@ -167,21 +172,17 @@ def _group_losses(values, groups: ChannelGroups, ladders: Sequence[Ladder], coun
     return dict(sorted(losses.items(), key=lambda item: -item[1]))
 
 
-def _loss_gap(values, solution) -> float | None:
-    """What the solver's upper bound leaves open, as a loss: the bound itself is in the units of the values."""
-    predicted, least = values.loss_of(solution.value), values.loss_of(solution.upper_bound)
-    return None if predicted is None or least is None else predicted - least
+def _in_proportion(values, predicted: float | None, chosen: float, other: float) -> float | None:
+    """The loss of another value than the chosen one, where that is predicted to lose so much."""
+    lost = values.loss_of(chosen)
+    return None if predicted is None else predicted * values.loss_of(other) / lost if lost else 0.0
 
 
-def _loss_with_more(
-    values, originals: Mapping[str, float], ladders, costs: Sequence[Cost], limits: Mapping[str, float]
-) -> float | None:
-    """The predicted loss if one more percent of what the original costs were allowed."""
-    if values.loss_of(0.0) is None:
-        return None
+def _value_with_more(originals: Mapping[str, float], ladders, costs: Sequence[Cost], limits) -> float | None:
+    """The value of the best choice if one more percent of what the original costs were allowed."""
     more = {name: limit + 0.01 * originals[name] for name, limit in limits.items()}
     solution = search_widths(ladders, costs, more)
-    return None if solution is None else values.loss_of(solution.value)
+    return None if solution is None else solution.value
 
 
 def check_reachable(

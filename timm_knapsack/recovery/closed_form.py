@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import KnapsackError
 from ..maps.batches import image_batches, varied
+from ..maps.gram import products
 from ..maps.patches import draw_positions, groups_of, outputs, patches
 from ..maps.precision import is_large
 from ..maps.taps import alike_channels, find_blocks, find_taps
@@ -337,7 +338,7 @@ class _Recovery:
             weight = fit.flat.float()
             sums.forget_targets()
             for x, target, base in seen:
-                made = x @ weight + fit.shift.float().reshape(weight.shape[0], 1, -1)
+                made = products(x, weight) + fit.shift.float().reshape(weight.shape[0], 1, -1)
                 sums.add_targets(x, plan.rectifier.target(target, made, base))
             sums.reduce_targets(self._add_up)
             fit = sums.fit(fit.ridge, shifts, fixed)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import KnapsackError
-from ..maps.gram import add_gram, mirrored
+from ..maps.gram import add_gram, cross_products, mirrored
 from ..maps.patches import flat_weight
 
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -189,7 +189,7 @@ class _Sums:
         self.add_target(x, target)
 
     def add_target(self, x: Tensor, target: Tensor) -> None:
-        self.cross += x.transpose(1, 2) @ target
+        self.cross += cross_products(x, target)
         self.target_sum += target.sum(1)
         self.target_square += target.square().sum()
 

@@ -5,7 +5,7 @@ the search over widths both are a ladder: which counts of units a group offers, 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,10 @@ class GroupValues(ABC):
 
     def loss_of(self, value: float) -> float | None:
         """What a network loses that is worth so much, groups added up; None where values say nothing about losses."""
+        return None
+
+    def joint_loss(self, losses: Iterable[float]) -> float | None:
+        """What groups lose together that would lose so much one by one; None where values say nothing about losses."""
         return None
 
     @property

@@ -1,6 +1,6 @@
 """Values of a network's groups, measured on a copy that has been cut already."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,9 @@ class RemainingValues(GroupValues):
 
     def loss_of(self, value: float) -> float:
         return self.curves.loss_of(value)
+
+    def joint_loss(self, losses: Iterable[float]) -> float:
+        return self.curves.joint_loss(losses)
 
     @property
     def about(self) -> Mapping[str, Any]:
