@@ -169,3 +169,30 @@ def test_rows_that_belong_to_no_unit_stay_and_help():
     expected, error = solved(stays, [*found.kept(2).tolist(), 5, 6, 7])
     torch.testing.assert_close(found.refitted[2][0], expected, rtol=1e-6, atol=1e-8)
     assert found.error[2] == pytest.approx(error, rel=1e-6)
+
+
+def wide_consumer(positions=400, ridge=1e-2):
+    """1152 inputs behind a ReLU, two of three alike, and fewer positions than inputs: as ill-conditioned as they come."""
+    random = torch.Generator().manual_seed(3)
+    x = torch.randn(positions, 128, generator=random) @ torch.randn(128, 1152, generator=random)
+    x = (x + 0.1 * torch.randn(positions, 1152, generator=random)).relu().double()
+    weight = torch.randn(1152, 8, generator=random, dtype=torch.float64)
+    return Consumer(x.T @ x / positions, weight, torch.arange(1152).reshape(128, 9), ridge)
+
+
+def test_wide_consumers_in_float32_are_as_in_float64(monkeypatch):
+    consumer = wide_consumer()
+    quick = eliminate([consumer], at=(64,))
+    monkeypatch.setattr("timm_knapsack.values.elimination.WIDE", 10_000)
+    exact = eliminate([consumer], at=(64,))
+    assert (quick.error != exact.error).any(), "the first was not in float32"
+    np.testing.assert_allclose(quick.error, exact.error, rtol=1e-3, atol=1e-6 * exact.error[0])
+    assert (quick.kept(64) == exact.kept(64)).float().mean() > 0.95
+    assert (quick.refitted[64][0] - exact.refitted[64][0]).norm() < 1e-3 * exact.refitted[64][0].norm()
+
+
+def test_where_float32_is_not_enough_it_is_float64(monkeypatch):
+    consumer = wide_consumer(positions=3, ridge=1e-9)
+    found = eliminate([consumer], at=(64,))
+    monkeypatch.setattr("timm_knapsack.values.elimination.WIDE", 10_000)
+    assert found.order.tolist() == eliminate([consumer], at=(64,)).order.tolist()

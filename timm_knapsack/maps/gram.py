@@ -45,7 +45,17 @@ def cross_products(x: Tensor, target: Tensor) -> Tensor:
 
 def mirrored(total: Tensor) -> Tensor:
     """The symmetric matrix whose upper half `add_gram` has added up."""
-    result = total.clone()
+    return mirror(total.clone())
+
+
+def mirror(total: Tensor) -> Tensor:
+    """As `mirrored`, in place.
+
+    Example:
+        >>> upper = torch.ones(1, 600, 600).triu()
+        >>> bool((mirror(upper)[0, 512:, :512] == 1).all())
+        True
+    """
     for start in range(BLOCK, total.shape[2], BLOCK):  # blocks on the diagonal are whole already
-        result[:, start:, start - BLOCK : start] = total[:, start - BLOCK : start, start:].transpose(1, 2)
-    return result
+        total[:, start:, start - BLOCK : start] = total[:, start - BLOCK : start, start:].transpose(1, 2)
+    return total

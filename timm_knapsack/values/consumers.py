@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..maps.gram import add_gram, mirrored
+from ..maps.gram import add_gram, mirror
 from ..maps.patches import draw_positions, flat_weight, outputs, patches
 from ..maps.walk import Execution, hooked
 from ..slim.channel_groups import ChannelGroup
-from .elimination import RIDGE
+from .elimination import RIDGE, WIDE
 
 POSITIONS = 20_000  # of a layer's map, at most, that its Gram matrix is made of
 WIDE_LAYERS = 4  # but at least this many for each input of the layer
@@ -101,8 +101,8 @@ class GramSums:
         """Gram matrix and mean of the inputs, over all images or one half of them."""
         parts = slice(None) if half is None else slice(half, half + 1)
         count = self.count[parts].sum().clamp_min(1)
-        gram, mean = mirrored(self.gram[parts].sum(0)).div_(count), self.input[parts].sum(0) / count
-        return gram - mean.unsqueeze(2) * mean.unsqueeze(1) if centred else gram, mean
+        gram, mean = mirror(self.gram[parts].sum(0)).div_(count), self.input[parts].sum(0) / count
+        return gram.sub_(mean.unsqueeze(2) * mean.unsqueeze(1)) if centred else gram, mean
 
 
 def collect_grams(
@@ -173,7 +173,8 @@ def _is_product(layer: nn.Module, seen: Tensor, made: Tensor) -> bool:
 def choose_penalty(sums: GramSums, weight: Tensor, rows: Tensor, centred: bool) -> float:
     """The ridge with which a refit after the loss of every other unit, made on one half of the images, suits the other.
 
-    Where there are many positions for each input, the smallest; it matters for layers that see few (a classifier).
+    Where there are many positions for each input, the smallest; it matters for layers that see few (a classifier). Of a
+    wide layer, one half alone is fitted, in float32.
     """
     if float(sums.count.sum()) > 20 * weight.shape[1]:
         return PENALTIES[0]
@@ -182,8 +183,12 @@ def choose_penalty(sums: GramSums, weight: Tensor, rows: Tensor, centred: bool) 
     stay[gone] = False
     stay = stay.nonzero().flatten()
     halves = [sums.means(centred, half)[0] for half in (0, 1)]
+    wide = weight.shape[1] >= WIDE
+    if wide:
+        halves = [half.float() for half in halves]
+    weight = weight.to(halves[0])
     errors = [0.0] * len(PENALTIES)
-    for fitted, other in (halves, halves[::-1]):
+    for fitted, other in (halves,) if wide else (halves, halves[::-1]):
         rows_left = fitted[:, stay]
         inner, wanted = rows_left[:, :, stay], rows_left[:, :, gone] @ weight[:, gone]
         level = fitted.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)
