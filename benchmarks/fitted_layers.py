@@ -5,7 +5,8 @@
 One model of each family (those of benchmarks/coverage.csv), with random live weights, cut to about half of its MACs.
 Nothing is fitted: each layer's plan is made as `recover` makes it, from runs of two images at the model's own size, for
 the number of images given. Each model runs in a process of its own; rows go to benchmarks/fitted_layers.csv as they
-come, and those that are there are left out of the next run.
+come, and those that are there are left out of the next run. A row with an outcome says why the model could not be
+tried.
 
 fitted       weights and shift by ridge regression: to the residual sum that the layer ends, or to its own outputs
 shifted      lost none of its inputs: its weights stay, and its shift is corrected (which layers these are depends on
@@ -14,20 +15,17 @@ left alone   with the reason
 before       it runs before the first layer that lost anything
 """
 
-import argparse
-import csv
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
+from families import parser_of, read_rows, tried
+
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "benchmarks" / "fitted_layers.csv"
-FAMILIES = ROOT / "benchmarks" / "coverage.csv"
 PAGE = ROOT / "docs" / "coverage.md"
 TITLE = "## What recovery fits"
-FIELDS = ["model", "layers", "to_sums", "to_outputs", "shifted", "before", "left_alone", "why", "images"]
+FIELDS = ["model", "layers", "to_sums", "to_outputs", "shifted", "before", "left_alone", "why", "images", "outcome"]
 
 
 def plans_of(name: str, images: int) -> dict:
@@ -54,7 +52,7 @@ def plans_of(name: str, images: int) -> dict:
     how = Counter(found.values())
     known = ("to sums", "to outputs", "shifted", "before")
     why = {reason: count for reason, count in how.most_common() if reason not in known}
-    row = {"model": name, "layers": len(found), "left_alone": sum(why.values()), "why": json.dumps(why)}
+    row = {"model": name, "outcome": "", "layers": len(found), "left_alone": sum(why.values()), "why": json.dumps(why)}
     return row | {"images": images} | {word.replace(" ", "_"): how[word] for word in known}
 
 
@@ -90,48 +88,14 @@ def section(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_rows() -> list[dict]:
-    if not ROWS.exists():
-        return []
-    with open(ROWS, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def write_page() -> None:
     """Put the section at the end of the page, in place of an earlier one."""
-    if rows := read_rows():
+    if rows := [row for row in read_rows(ROWS) if not row["outcome"]]:
         PAGE.write_text(PAGE.read_text().split(TITLE)[0].rstrip() + "\n\n" + section(rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+")
-    parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--timeout", type=float, default=300)
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own: prints the row
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(plans_of(options.one, options.images)))
-        return
-    with open(FAMILIES, newline="") as file:
-        names = options.models or [row["model"] for row in csv.DictReader(file)]
-    rows = {row["model"]: row for row in read_rows()}
-    for name in names:
-        if name in rows and not options.models:
-            continue
-        command = [sys.executable, __file__, "--one", name, "--images", str(options.images)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
-            rows[name] = json.loads(done.stdout.splitlines()[-1])
-        except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
-            why = type(error).__name__ if isinstance(error, subprocess.TimeoutExpired) else done.stderr[-300:]
-            print(f"{name}: no row: {why}", flush=True)
-            continue
-        print(rows[name], flush=True)
-        with open(ROWS, "w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows.values())
+    tried(plans_of, parser_of(__doc__, images=1000, timeout=300).parse_args(), ROWS, FIELDS)
     write_page()
 
 

@@ -3,25 +3,20 @@
     python benchmarks/plain_calls.py [--models NAME …] [--images 16] [--timeout 900]
 
 `make sweep` cuts every family by random scores; here the whole default runs, on random live weights and random images
-of the model's own size: heads turned, value curves, trials, knapsack, cut, recovery, and what was lost measured. A row is
-right if nothing was raised, the MACs are at or below the budget, all weights and outputs are finite, the saved network
-loads and gives the same outputs, and the recovered network is no further from the original than the one just cut. Each
-model runs in a process of its own; rows go to benchmarks/plain_calls.csv as they come, and those that are there are left
-out of the next run, unless they are named.
+of the model's own size: heads turned, value curves, trials, knapsack, cut, recovery, and what was lost measured. A
+row is right if nothing was raised, the MACs are at or below the budget, all weights and outputs are finite, the saved
+network loads and gives the same outputs, and the recovered network is no further from the original than the one just
+cut. Each model runs in a process of its own; rows go to benchmarks/plain_calls.csv as they come, and those that are
+there are left out of the next run, unless they are named.
 """
 
-import argparse
-import csv
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-ROWS = ROOT / "benchmarks" / "plain_calls.csv"
-FAMILIES = ROOT / "benchmarks" / "coverage.csv"
+from families import parser_of, tried
+
+ROWS = Path(__file__).resolve().parent / "plain_calls.csv"
 FIELDS = ["model", "outcome", "asked", "counted", "cut_loss", "loss", "reload_error", "cpu_seconds", "groups", "images"]
 BATCH = 8
 
@@ -60,7 +55,7 @@ def plain_call(name: str, images: int) -> dict:
     faults = []
     if counted > asked * (1 + 1e-9):
         faults.append("over the budget")
-    if not all(bool(value.isfinite().all()) for value in result.model.state_dict().values() if value.is_floating_point()):
+    if not all(bool(value.isfinite().all()) for value in result.model.state_dict().values()):
         faults.append("weights that are not finite")
     if not bool(ours.isfinite().all()):
         faults.append("outputs that are not finite")
@@ -74,45 +69,9 @@ def plain_call(name: str, images: int) -> dict:
     return row
 
 
-def in_own_process(name: str, options) -> dict:
-    command = [sys.executable, "-W", "ignore", __file__, "--one", name, "--images", str(options.images)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
-        return json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return {"model": name, "outcome": f"did not end in {options.timeout:.0f} s", "images": options.images}
-    except (IndexError, ValueError):
-        errors = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return {"model": name, "outcome": f"raised: {errors[-1][:300]}", "images": options.images}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+")
-    parser.add_argument("--images", type=int, default=16)
-    parser.add_argument("--timeout", type=float, default=900)
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own: prints the row
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(plain_call(options.one, options.images)))
-        return
-    with open(FAMILIES, newline="") as file:
-        names = options.models or [row["model"] for row in csv.DictReader(file)]
-    rows = {}
-    if ROWS.exists():
-        with open(ROWS, newline="") as file:
-            rows = {row["model"]: row for row in csv.DictReader(file)}
-    for name in names:
-        if name in rows and not options.models:
-            continue
-        rows[name] = in_own_process(name, options)
-        print(json.dumps(rows[name]), flush=True)
-        with open(ROWS, "w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows.values())
-    right = sum(row["outcome"] == "right" for row in rows.values())
-    print(f"{right} of {len(rows)} right")
+    rows = tried(plain_call, parser_of(__doc__, images=16, timeout=900).parse_args(), ROWS, FIELDS)
+    print(f"{sum(row['outcome'] == 'right' for row in rows)} of {len(rows)} right")
 
 
 if __name__ == "__main__":

@@ -568,6 +568,18 @@ def test_a_latency_budget_holds_on_the_device(model, groups, scores, tables, dev
         assert all(len(kept) % 8 == 0 for kept in result.keep.values())
 
 
+def test_a_latency_budget_takes_value_curves_and_the_whole_call(model, groups, tables):
+    """Curves, trials, cut, recovery; other budgets choose by the same values."""
+    images = [torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    table = copy.deepcopy(tables[stair_device])
+    result = tk.prune(model, images, groups=groups, budget=tk.Budget(latency=0.5, table=table))
+    ratio = true_seconds(result.model, stair_device) / true_seconds(model, stair_device)
+    assert 0.97 * 0.5 <= ratio <= 1.02 * 0.5
+    report = result.report
+    assert report.scores["criterion"] == "curves" and report.trials and report.predicted_loss > 0
+    assert report.loss.recovered and report.loss.measured >= 0
+
+
 def test_a_table_that_is_wrong_is_corrected_by_measuring(model, groups, scores):
     class Faster(Device):
         """Slim networks take less than the sum of their layers, as where a cache begins to hold them."""

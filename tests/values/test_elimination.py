@@ -172,7 +172,7 @@ def test_rows_that_belong_to_no_unit_stay_and_help():
 
 
 def wide_consumer(positions=400, ridge=1e-2):
-    """1152 inputs behind a ReLU, two of three alike, and fewer positions than inputs: as ill-conditioned as they come."""
+    """1152 inputs behind a ReLU, two of three alike, fewer positions than inputs: as ill-conditioned as it gets."""
     random = torch.Generator().manual_seed(3)
     x = torch.randn(positions, 128, generator=random) @ torch.randn(128, 1152, generator=random)
     x = (x + 0.1 * torch.randn(positions, 1152, generator=random)).relu().double()

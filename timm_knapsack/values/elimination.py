@@ -5,8 +5,8 @@ refitting the rest raises the squared error of the consumer's output by tr(W_S�
 update (Optimal Brain Surgeon, in blocks). The cheapest units go first, a few percent of those left at once, since a
 product with many columns is much faster than many products with one. A group with several consumers adds their costs.
 
-Wide consumers are worked on in float32: the penalty bounds the condition of G + λI, so that orders and errors come out as
-in float64 (to six digits with ResNet-50's 4608 inputs), in half the time.
+Wide consumers are worked on in float32: the penalty bounds the condition of G + λI, so that orders and errors come out
+as in float64 (to six digits with ResNet-50's 4608 inputs), in half the time.
 """
 
 from collections.abc import Mapping, Sequence
