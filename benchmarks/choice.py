@@ -8,7 +8,7 @@ Columns, all with the same calibration images (1024 of CIFAR-10's training image
 ours           tk.prune(model, loader, budget=tk.Budget(macs=f)): value curves, trials, knapsack, recovery by
                least squares (closed form layer by layer, then Gauss-Newton steps block by block); no other option
 closed-form    the same widths, recovered in closed form alone (tk.recover(…, joint=0))
-refined        the same, then tk.refine on the same images: gradients, but no labels
+refined        tk.prune(…, refine=True): recovered on seven of eight images, then tk.refine: gradients, but no labels
 paper          the paper's Taylor scores and knapsack (method="paper"), then tk.recover
 threshold      a global threshold on the same Taylor scores, to the same MACs, then tk.recover
 uniform        the same share of every group, its best units by the same scores, then tk.recover
@@ -25,7 +25,6 @@ of the time; compare them with the column closed-form, which is ours recovered l
 """
 
 import argparse
-import copy
 import hashlib
 import json
 import os
@@ -44,7 +43,7 @@ from real_networks import NETWORKS, RealNetwork
 
 import timm_knapsack as tk
 from timm_knapsack.recovery.batchnorm import reestimate_batchnorm
-from timm_knapsack.recovery.refinement import refine_steps
+from timm_knapsack.recovery.refinement import images_to_fit, refine_steps
 from timm_knapsack.training.evaluation import evaluate
 from timm_knapsack.values.valuation import load_values
 
@@ -189,24 +188,31 @@ def ours(job: Job, budget: float) -> Made:
 
 def closed_form(job: Job, budget: float) -> Made:
     """The widths that the column before has chosen, every layer fitted by itself and no more."""
-    if budget not in job.kept:
-        ours(job, budget)
-    keep, kept = job.kept[budget]
-    slim = tk.slice_model(job.model, job.groups, keep)
+    slim, kept = _cut_again(job, budget)
     start = time.perf_counter()
     tk.recover(slim, job.model, job.loader, kept=kept, **{"joint": 0, **job.recovery})
     return Made(slim, job.made[budget].curves, job.made[budget].choice, time.perf_counter() - start)
 
 
 def refined(job: Job, budget: float) -> Made:
-    """tk.prune(…, refine=True), from the network that the column before has made."""
-    made = job.made[budget] if budget in job.made else ours(job, budget)
-    model = copy.deepcopy(made.model)
+    """tk.prune(…, refine=True): the widths of the plain call, recovered without the images that judge, then refined."""
+    slim, kept = _cut_again(job, budget)
+    made = job.made[budget]
     start = time.perf_counter()
-    found = refine_steps(model, job.model, job.loader)
-    took = time.perf_counter() - start
+    tk.recover(slim, job.model, images_to_fit(job.loader), kept=kept)
+    middle = time.perf_counter()
+    found = refine_steps(slim, job.model, job.loader, kept=kept)
+    took = time.perf_counter() - middle
     note = f"{found.steps} gradient steps, {took:.0f} s; held-out KL {found.before:.3g} to {found.after:.3g}"
-    return Made(model, made.curves, made.choice, made.recovery + took, note)
+    return Made(slim, made.curves, made.choice, middle - start + took, note)
+
+
+def _cut_again(job: Job, budget: float) -> tuple[torch.nn.Module, dict]:
+    """The widths that the plain call has chosen, nothing refitted yet, and which channels these are."""
+    if budget not in job.kept:
+        ours(job, budget)
+    keep, kept = job.kept[budget]
+    return tk.slice_model(job.model, job.groups, keep), kept
 
 
 def paper(job: Job, budget: float) -> Made:
