@@ -1,5 +1,6 @@
 """One segment of the student on its way: finished layers return what they have returned before."""
 
+import itertools
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,7 @@ class FinishedLayers:
 
     def __init__(self, walk: Walk):
         self.walk = walk
-        self.outputs: dict[str, dict[int, Tensor]] = {}
+        self.outputs: dict[str, dict[tuple[int, int], Tensor]] = {}  # by batch and call
         self.written: set[str] = set()
         self.room = kept_bytes()
 
@@ -29,15 +30,17 @@ class FinishedLayers:
         def played(name):
             forward = self.walk.modules[name].forward
             known = self.outputs[name]
+            calls = itertools.count()  # a shared layer runs several times and returns something else each time
 
             def run(*args, **kwargs):
-                if batch in known:
-                    return known[batch].clone() if name in self.written else known[batch]
+                turn = batch, next(calls)
+                if turn in known:
+                    return known[turn].clone() if name in self.written else known[turn]
                 output = forward(*args, **kwargs)
                 size = output.numel() * output.element_size()
                 if size < self.room and batch != self.walk.probe:
                     self.room -= size
-                    known[batch] = output.clone() if name in self.written else output
+                    known[turn] = output.clone() if name in self.written else output
                 return output
 
             return run
