@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .precision import fast_passes
+from .stand_ins import sliced_points, standing_in
 from .taps import find_blocks
 
 PROBE_IMAGES = 2  # for questions whose answer does not depend on how many images there are
@@ -105,22 +106,6 @@ def find_segments(model: nn.Module, order: Sequence[str]) -> list[Segment]:
         block = next((b for b in blocks if name.startswith(b + ".")), name)
         segments.setdefault(block, []).append(name)
     return [Segment(name, tuple(layers)) for name, layers in segments.items()]
-
-
-@contextmanager
-def standing_in(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
-    """Modules run these functions instead of their own ``forward``, for a while."""
-    earlier = {module: vars(module).get("forward") for module in forwards}
-    for module, function in forwards.items():
-        module.forward = function
-    try:
-        yield
-    finally:
-        for module, own in earlier.items():
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
 
 
 @contextmanager
@@ -227,7 +212,8 @@ class Walk:
     def run(self, batch: int, gradients: bool = False) -> Any:
         """The current segment's output for a batch; hooks and stand-ins inside the segment take effect."""
         args, kwargs = self._fresh(batch) if self._base == self.position else self._capture(batch)
-        with torch.set_grad_enabled(gradients), self._passes(batch):
+        safe = sliced_points(self.module) if gradients else {}
+        with torch.set_grad_enabled(gradients), self._passes(batch), standing_in(safe):
             return self.module(*args, **kwargs)
 
     def rest(self, batch: int, model: nn.Module | None = None) -> Any:

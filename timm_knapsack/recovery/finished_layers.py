@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..maps.stand_ins import standing_in
 from ..maps.taps import Tap
-from ..maps.walk import Reached, Walk, hooked, kept_bytes, standing_in
+from ..maps.walk import Reached, Walk, hooked, kept_bytes
 
 
 class FinishedLayers:

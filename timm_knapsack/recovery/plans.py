@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_flatten
 
 from ..maps.distance import class_scores, gives_logits
 from ..maps.patches import count_positions, flat_weight, outputs, patches
+from ..maps.stand_ins import standing_in
 from ..maps.taps import Tap
-from ..maps.walk import Execution, Reached, Walk, hooked, standing_in
+from ..maps.walk import Execution, Reached, Walk, hooked
 from .rectified import BOUNDS, Rectifier
 
 MOST_POSITIONS = 60_000  # of the maps that a layer is fitted on

@@ -22,6 +22,7 @@ from ..errors import KnapsackError
 from ..maps.batches import image_batches, varied
 from ..maps.distance import gives_logits, output_distance
 from ..maps.precision import fast_passes
+from ..maps.stand_ins import sliced_points, standing_in
 from ..maps.taps import Tap, alike_channels, find_blocks, find_taps, listen
 from ..maps.views import mixed_views, random_views
 from ..slim.example_inputs import example_dtype
@@ -241,7 +242,8 @@ class _Refining:
     def _loss(self, images: Tensor) -> Tensor:
         with torch.no_grad(), fast_passes(self.device), listen(self.teacher, self.taps) as theirs:
             wanted = self.teacher(images)
-        with fast_passes(self.device), listen(self.student, self.taps) as ours:
+        safe = standing_in(sliced_points(self.student))
+        with fast_passes(self.device), safe, listen(self.student, self.taps) as ours:
             made = self.student(images)
         if self.logits:
             log_p, log_q = (x.float().div(TEMPERATURE).log_softmax(1) for x in (wanted, made))
