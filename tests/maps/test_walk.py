@@ -8,8 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import timm_knapsack as tk
 from timm_knapsack.maps.stand_ins import sliced_points, standing_in
+from timm_knapsack.maps.taps import block_taps
 from timm_knapsack.maps.walk import Segment, Walk, find_segments, hooked, watch_execution
+from timm_knapsack.recovery.closed_form import planned_layers
 
 
 def images(n=4, size=32, seed=0):
@@ -257,7 +260,7 @@ def test_a_forward_that_was_replaced_before_is_put_back():
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_strided_points_see_the_same_pixels(groups):
-    """As stems of FastViT have them, of 3 channels: their own gradient in bfloat16 ends the process (torch 2.13, CPU)."""
+    """FastViT's stem has them, of 3 channels: their own gradient in bfloat16 ends the process (torch 2.13, CPU)."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(4, 6, 1, stride=(2, 3), groups=groups), nn.Conv2d(6, 6, 3, stride=2)).double()
     x = torch.randn(2, 4, 16, 18, dtype=torch.float64)
@@ -289,3 +292,44 @@ def test_execution_names_order_norms_and_calls():
     assert sorted(execution.order) == sorted(layers) and set(execution.calls.values()) == {1}
     assert len(execution.norm_after) == len(layers) - 1  # all but the classifier
     assert sum(len(s.layers) for s in find_segments(net, execution.order)) == len(layers)
+
+
+class Sized(nn.Module):
+    """A residual block that returns its map and the map's size, as MViTv2's do."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 1)
+
+    def forward(self, x, size):
+        return x + self.b(self.a(x).relu()), size
+
+
+class OfSized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.blocks, self.head = nn.Conv2d(3, 8, 1), nn.ModuleList([Sized(), Sized()]), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x, size = self.stem(x), list(x.shape[2:])
+        for block in self.blocks:
+            x, size = block(x, size)
+        return self.head(x.mean((2, 3)))
+
+
+def test_blocks_that_return_more_than_their_map_are_tapped_and_recovered():
+    torch.manual_seed(0)
+    net, loader = OfSized().eval(), [torch.randn(16, 3, 6, 6) for _ in range(2)]
+    assert [tap.name for tap in block_taps(net, loader[0])] == ["blocks.0", "blocks.1"]
+    result = tk.prune(net, loader, budget=tk.Budget(macs=0.6), recover=False)
+    before = (result.model(loader[0]) - net(loader[0])).norm()
+    plans = planned_layers(result.model, net, loader[0][:2], kept=result.kept_channels, images=32)
+    assert plans["blocks.0.b"] == plans["blocks.1.b"] == "to sums"
+    tk.recover(result.model, net, loader, kept=result.kept_channels)
+    assert (result.model(loader[0]) - net(loader[0])).norm() < before
+
+
+def test_no_map_in_any_block_is_no_error():
+    net = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1))).eval()
+    net[0].register_forward_hook(lambda module, args, output: [output, output])
+    assert block_taps(net, torch.zeros(1, 3, 2, 2)) == []

@@ -109,6 +109,20 @@ def _within(name: str, parent: str) -> bool:
     return not parent or name == parent or name.startswith(parent + ".")
 
 
+def the_map(output: Any) -> Any:
+    """The tensor among what a module returns: itself, or the only one of a tuple (MViTv2's blocks add its size).
+
+    Example:
+        >>> x = torch.zeros(1, 4, 8)
+        >>> the_map(x) is x, the_map((x, [2, 2])) is x, the_map((x, x)) == (x, x)
+        (True, True, True)
+    """
+    if isinstance(output, (tuple, list)):
+        tensors = [part for part in output if isinstance(part, torch.Tensor)]
+        return tensors[0] if len(tensors) == 1 else output
+    return output
+
+
 def find_convs(model: nn.Module) -> list[str]:
     """Names of every ``Conv2d``, and of every ``Linear`` inside a block (so without the classifier).
 
@@ -207,6 +221,18 @@ def find_taps(model: nn.Module, at: str | Sequence[str], example: torch.Tensor) 
     return [found[name] for name in names if name in found]
 
 
+def block_taps(model: nn.Module, example: torch.Tensor) -> list[Tap]:
+    """The taps of those blocks that return a map; none where no block does.
+
+    Example:
+        >>> block_taps(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.zeros(1, 3, 2, 2))
+        []
+    """
+    names = find_blocks(model)
+    found = _run_once(model, dict(model.named_modules()), names, example) if names else {}
+    return [found[name] for name in names if name in found]
+
+
 def _run_once(
     model: nn.Module, modules: dict[str, nn.Module], names: list[str], example: torch.Tensor
 ) -> dict[str, Tap]:
@@ -224,7 +250,7 @@ def _run_once(
             activation, activated = last_activation
             if output is activated and _within(activation, name):
                 found[name] = Tap(name, activation, "input")
-            elif isinstance(output, torch.Tensor):
+            elif isinstance(the_map(output), torch.Tensor):
                 found[name] = Tap(name, name, "output")
 
         return hook
@@ -265,7 +291,7 @@ def listen(model: nn.Module, taps: Sequence[Tap]) -> Iterator[dict[str, torch.Te
 
     def keep_output(name):
         def hook(module, args, output):
-            maps[name] = output.clone()
+            maps[name] = the_map(output).clone()
 
         return hook
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from .precision import fast_passes
 from .stand_ins import sliced_points, standing_in
-from .taps import find_blocks
+from .taps import find_blocks, the_map
 
 PROBE_IMAGES = 2  # for questions whose answer does not depend on how many images there are
 
@@ -128,7 +128,7 @@ def hooked(*hooks: tuple[nn.Module, str, Callable]) -> Iterator[None]:
                 with_kwargs=True,
             )
         else:
-            handle = module.register_forward_hook(lambda _, args, output, f=function: exactly(f, output))
+            handle = module.register_forward_hook(lambda _, args, output, f=function: exactly(f, the_map(output)))
         handles.append(handle)
     try:
         yield

@@ -27,7 +27,7 @@ from ..maps.batches import image_batches, varied
 from ..maps.gram import products
 from ..maps.patches import draw_positions, groups_of, outputs, patches
 from ..maps.precision import is_large
-from ..maps.taps import alike_channels, find_blocks, find_taps
+from ..maps.taps import alike_channels, block_taps, the_map
 from ..maps.views import random_views
 from ..maps.walk import PROBE_IMAGES, Segment, Walk, find_segments, hooked, kept_bytes, watch_execution
 from ..slim.example_inputs import example_dtype
@@ -176,7 +176,7 @@ class _Recovery:
         # heads that were turned before they were cut have no channel of an unturned teacher to be fitted to
         foreign = {f"{name}.qkv" for name in turned_of(student) - turned_of(teacher)}
         self.planner = Planner(self.ours, self.execution, self.images, foreign)
-        self.taps = {tap.name: tap for tap in find_taps(student, "blocks", few)} if find_blocks(student) else {}
+        self.taps = {tap.name: tap for tap in block_taps(student, few)}
 
     def run(self) -> list[LayerFit]:
         fits: list[LayerFit] = []
@@ -251,12 +251,12 @@ class _Recovery:
 
     def _block_targets(self, segment: Segment, full: list[Any]) -> list[Tensor] | None:
         """What the segment should return for each batch, or None where that can't be compared channel by channel."""
-        slim, wide = self.ours.run(self.ours.probe), self.theirs.run(self.theirs.probe)
+        slim, wide = the_map(self.ours.run(self.ours.probe)), the_map(self.theirs.run(self.theirs.probe))
         alike = alike_channels(self.theirs.model, segment.name, self.kept, wide, slim)
         if alike is None:
             return None
         full = full[: self._joint_batches(segment, slim[0].numel())]
-        return [alike(output).to(torch.float32, copy=True) for output in full]
+        return [alike(the_map(output)).to(torch.float32, copy=True) for output in full]
 
     def _joint_batches(self, segment: Segment, outputs: int) -> int:
         """How many of this process's batches the layers of a segment are fitted together on: what the weights need.

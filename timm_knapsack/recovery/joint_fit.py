@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..maps.patches import draw_positions, flat_weight, outputs
+from ..maps.taps import the_map
 from ..maps.walk import Walk, hooked
 
 log = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ class JointFit:
             layer.gradient = torch.zeros_like(layer.flat())
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch, (target, seed) in enumerate(zip(self.targets, self.seeds, strict=False)):
-            output = self.walk.run(batch, gradients=gradients)
+            output = the_map(self.walk.run(batch, gradients=gradients))
             missed = output.detach().float() - target
             lost = torch.linalg.vector_norm(missed, dim=list(range(1, missed.dim()))).double().square()
             held = _held_out(len(lost), seed).to(lost.device)
@@ -251,7 +252,7 @@ class JointFit:
 
         hooks = [(layer.module, "output", catch(layer.fitted.name)) for layer in self.layers]
         with hooked(*hooks):
-            output = self.walk.run(batch, gradients=True)
+            output = the_map(self.walk.run(batch, gradients=True))
         signs = torch.randint(0, 2, output.shape, generator=torch.Generator().manual_seed(0)).to(output) * 2 - 1
         signs[PROBED:] = 0
         output.backward(signs)

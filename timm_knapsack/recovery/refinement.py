@@ -23,7 +23,7 @@ from ..maps.batches import image_batches, varied
 from ..maps.distance import gives_logits, output_distance
 from ..maps.precision import fast_passes
 from ..maps.stand_ins import sliced_points, standing_in
-from ..maps.taps import Tap, alike_channels, find_blocks, find_taps, listen
+from ..maps.taps import Tap, alike_channels, block_taps, listen
 from ..maps.views import mixed_views, random_views
 from ..slim.example_inputs import example_dtype
 from ..slim.kept_channels import kept_of
@@ -302,9 +302,7 @@ def _sized(student: nn.Module) -> list[dict]:
 
 def _comparable_taps(student, teacher, kept, images) -> tuple[list[Tap], dict[str, Callable[[Tensor], Tensor]]]:
     """The ends of blocks whose maps can be compared, and what takes the teacher's there to the student's channels."""
-    if not find_blocks(student):
-        return [], {}
-    taps = find_taps(student, "blocks", images)
+    taps = block_taps(student, images)
     with torch.no_grad():
         with listen(teacher, taps) as theirs:
             teacher(images)
