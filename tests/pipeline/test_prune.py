@@ -102,6 +102,19 @@ def test_recovery_can_be_asked_for_or_left_out(network):
     assert paper.report.loss.recovered
 
 
+def test_a_recovery_that_makes_it_worse_is_taken_back(network, monkeypatch):
+    model, groups = network
+    options = {"scores": tk.value_curves(model, groups, images()), "groups": groups, "budget": HALF}
+    spoilt = "timm_knapsack.pipeline.prune.recover_layers"
+    monkeypatch.setattr(spoilt, lambda student, *_, **__: student.fc.weight.data.mul_(-1))
+    with pytest.warns(UserWarning, match="recovery was taken back"):
+        result = tk.prune(model, images(), **options)
+    cut = tk.slice_model(model, groups, result.keep)
+    assert not result.report.loss.recovered and same_weights(result.model, cut)
+    monkeypatch.setattr(spoilt, lambda student, *_, **__: None)  # neither better nor worse
+    assert tk.prune(model, images(), **options).report.loss.recovered
+
+
 def test_given_scores_serve_many_budgets_and_images_recover(network):
     model, groups = network
     curves = tk.value_curves(model, groups, images())

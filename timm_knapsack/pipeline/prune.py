@@ -5,6 +5,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from ..values.gradient_pass import taylor_scores
 from ..values.group_values import GroupValues
 from ..values.valuation import CRITERIA, METHODS, value_channels
 from .blocks import choose_by_trial
-from .measured_loss import collapse_warning, measure_loss
+from .measured_loss import collapse_warning, measure_loss, recovered_if_better
 from .narrower_heads import turn_heads
 from .steps import choose_in_steps
 
@@ -117,15 +118,23 @@ def prune(
     )  # fmt: skip
     if loader is None:
         return replace(result, model=_as_it_was(result.model, model, own))
+    slim, kept = result.model, result.kept_channels
+    loss = None
     if recover:
         fitted = images_to_fit(loader) if refine else loader
-        recover_layers(result.model, model, fitted, kept=result.kept_channels)
+        loss, warning = recovered_if_better(
+            slim, model, loader, partial(recover_layers, slim, model, fitted, kept=kept)
+        )
+        if warning:
+            warnings.warn(warning, stacklevel=2)
     if refine:
-        refine_steps(result.model, model, loader, kept=result.kept_channels)
-    report = replace(choice.noted(result.report), loss=measure_loss(result.model, model, loader, recovered=recover))
+        refine_steps(slim, model, loader, kept=kept)
+    if loss is None or refine:
+        loss = measure_loss(slim, model, loader, recovered=recover)
+    report = replace(choice.noted(result.report), loss=loss)
     if warning := collapse_warning(report.model, report.loss, report.group_losses):
         warnings.warn(warning, stacklevel=2)
-    return replace(result, report=report, model=_as_it_was(result.model, model, own))
+    return replace(result, report=report, model=_as_it_was(slim, model, own))
 
 
 def _by_curves(method: str | None, scoring: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from ..human_numbers import human
 from ..models.model_source import ModelSource
 from ..pruning.budget import Budget
 from ..pruning.choose import check_reachable, sweep
-from ..recovery.closed_form import recover_layers
+from ..recovery.closed_form import LayerFit, recover_layers
 from ..recovery.refinement import images_to_fit, refine_steps
 from ..reports.page import write_report
 from ..reports.run_record import RunRecord
@@ -36,7 +36,7 @@ from ..values.value_files import format_of
 from .baselines import RECOVERED, smaller_images
 from .blocks import choose_by_trial
 from .loaders import PURPOSES, count_images, hold_out, on_the_hub
-from .measured_loss import collapse_warning, measure_loss
+from .measured_loss import collapse_warning, measure_loss, recovered_if_better
 from .narrower_heads import turn_heads
 from .recipe import finetune_config
 from .saving import save_run
@@ -157,17 +157,26 @@ def _prune(job: Job) -> str:
 def _recover(job: Job) -> str:
     student, loader, images = job["student"], job["recovery"], job.settings.recover.images
     fitted = images_to_fit(loader, images) if job.settings.recover.refine else loader
-    fits = recover_layers(
-        student.model, job["base"], fitted, kept=student.kept, images=images, accelerator=job.accelerator
-    )
+    fits: list[LayerFit] = []
+
+    def refit() -> None:
+        fits.extend(
+            recover_layers(
+                student.model, job["base"], fitted, kept=student.kept, images=images, accelerator=job.accelerator
+            )
+        )
+
+    loss, taken_back = recovered_if_better(student.model, job["base"], loader, refit)
+    if job.is_main and taken_back:
+        job.say(f"warning: {taken_back}")
     count = min(count_images(loader) or images, images)
-    how = f"recovered with {count} images"
+    how = f"recovery with {count} images was taken back" if taken_back else f"recovered with {count} images"
     if job.settings.recover.refine:
         found = refine_steps(
             student.model, job["base"], loader, kept=student.kept, images=images, accelerator=job.accelerator
         )
         how += f" and refined by {found.kept} gradient steps without labels"
-    loss = measure_loss(student.model, job["base"], loader, recovered=True)
+        loss = measure_loss(student.model, job["base"], loader, recovered=True)
     pruning = student.record.pruning
     if job.is_main and (warning := collapse_warning(job.source.name, loss, pruning.get("group_losses") or {})):
         job.say(f"warning: {warning}")
