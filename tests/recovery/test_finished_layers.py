@@ -5,7 +5,9 @@ from torch import nn
 
 import timm_knapsack as tk
 from timm_knapsack.maps.walk import Walk, find_segments, watch_execution
+from timm_knapsack.recovery.closed_form import planned_layers
 from timm_knapsack.recovery.finished_layers import FinishedLayers
+from timm_knapsack.recovery.plans import layers_of_other_positions
 
 
 class Shared(nn.Module):
@@ -53,3 +55,38 @@ def test_a_network_with_shared_layers_is_recovered():
     before = (result.model(loader[0]) - model(loader[0])).norm()
     tk.recover(result.model, model, loader, kept=result.kept_channels)
     assert (result.model(loader[0]) - model(loader[0])).norm() < before
+
+
+class PooledHeads(nn.Module):
+    """A depthwise conv over each head by itself, the heads being images to it, as in MViTv2's pooled attention."""
+
+    def __init__(self, heads, width=16, head=4):
+        super().__init__()
+        self.head = head
+        self.enter, self.leave = nn.Conv2d(width, heads * head, 1), nn.Conv2d(heads * head, width, 1)
+        self.pool = nn.Conv2d(head, head, 3, padding=1, groups=head)
+
+    def forward(self, x):
+        y = self.enter(x)
+        heads = y.reshape(-1, self.head, *y.shape[2:])
+        return x + self.leave(self.pool(heads).reshape(y.shape).relu())
+
+
+def of_heads(heads):
+    stem, tail = nn.Conv2d(3, 16, 3, padding=1), nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return nn.Sequential(stem, nn.Sequential(PooledHeads(heads), PooledHeads(4)), tail).eval()
+
+
+def test_a_conv_that_runs_on_each_head_is_left_alone_where_heads_are_gone():
+    torch.manual_seed(0)
+    model, slim, loader = of_heads(4), of_heads(3), images()
+    weights = model.state_dict() | {f"1.0.enter.{name}": model.get_parameter(f"1.0.enter.{name}")[:12]
+                                    for name in ("weight", "bias")}  # fmt: skip
+    slim.load_state_dict(weights | {"1.0.leave.weight": model[1][0].leave.weight[:, :12]})
+    kept = {"1.0.enter": torch.arange(12)}
+    assert layers_of_other_positions(slim, model, loader[0][:2]) == ["1.0.pool"]
+    assert "on each head" in planned_layers(slim, model, loader[0][:2], kept=kept, images=24)["1.0.pool"]
+    with torch.no_grad():
+        before = (slim(loader[0]) - model(loader[0])).norm()
+        tk.recover(slim, model, loader, kept=kept)
+        assert (slim(loader[0]) - model(loader[0])).norm() < before

@@ -38,7 +38,7 @@ from ..slim.wrappers import for_images, worked_on
 from .finished_layers import FinishedLayers
 from .joint_fit import FittedLayer, JointFit
 from .output_layer import penalty_of_scores
-from .plans import Plan, Planner, wanted_positions
+from .plans import Plan, Planner, layers_of_other_positions, wanted_positions
 from .ridge import RidgeSums, check_ridge
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 JOINT_STEPS = 8  # of fitting the layers of a block together, at most
 JOINT_IMAGES = 256  # that they are fitted on, at least
 JOINT_EQUATIONS = 300  # outputs to be met for each of their weights; more images only take longer
+OTHER_POSITIONS = "it runs on each head by itself, and some of them are gone"
+TURNED = "its heads were turned when the network was pruned, and the teacher's are not"
 FEW_IMAGES = 1024  # up to so many, a view of each helps
 ROUNDS = 2  # of fitting again, where an activation makes the targets one-sided
 
@@ -173,8 +175,8 @@ class _Recovery:
         fast = is_large(teacher, few)
         self.ours = Walk(student, batches, segments, probe=few, fast=fast)
         self.theirs = Walk(teacher, batches, segments, probe=few, fast=fast, steady=True)
-        # heads that were turned before they were cut have no channel of an unturned teacher to be fitted to
-        foreign = {f"{name}.qkv" for name in turned_of(student) - turned_of(teacher)}
+        foreign = dict.fromkeys(layers_of_other_positions(student, teacher, few), OTHER_POSITIONS)
+        foreign |= {f"{name}.qkv": TURNED for name in turned_of(student) - turned_of(teacher)}
         self.planner = Planner(self.ours, self.execution, self.images, foreign)
         self.taps = {tap.name: tap for tap in block_taps(student, few)}
 

@@ -5,7 +5,7 @@ and with which factors, and whether the activation behind it cuts values off, is
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,10 +64,10 @@ class Planner:
         walk: the student, on its way.
         execution: in which order its layers run.
         images: how many there are, on all processes.
-        foreign: layers whose channels are not the teacher's.
+        foreign: ``{layer: why its maps can't be compared with the teacher's}``.
     """
 
-    def __init__(self, walk: Walk, execution: Execution, images: int, foreign: Collection[str] = ()):
+    def __init__(self, walk: Walk, execution: Execution, images: int, foreign: Mapping[str, str]):
         self.walk, self.execution, self.images, self.foreign = walk, execution, images, foreign
 
     def plans(self, names: tuple[str, ...], tap: Tap | None) -> list["Plan"]:
@@ -96,8 +96,7 @@ class Planner:
                 plans.append(Plan(name, f"its weights are also those of {owner}"))
                 continue
             if name in self.foreign:
-                why = "its heads were turned when the network was pruned, and the teacher's are not"
-                plans.append(Plan(name, why, is_written=True))
+                plans.append(Plan(name, self.foreign[name], is_written=True))
                 continue
             x, y, copied = seen[name]
             is_output = self._makes_the_scores(copied)
@@ -242,6 +241,34 @@ class Planner:
             return None
         usable = (error < 1e-2) & (factor.abs() > 1e-3 * factor.abs().median())
         return torch.where(usable, 1 / factor.where(usable, torch.ones_like(factor)), torch.zeros_like(factor))
+
+
+def layers_of_other_positions(student: nn.Module, teacher: nn.Module, images: Tensor) -> list[str]:
+    """Layers that see more or fewer positions in the student: heads that are gone were images to a conv over heads.
+
+    Example:
+        >>> layers_of_other_positions(model, model, torch.zeros(1, 3, 64, 64))
+        []
+    """
+    ours, theirs = (_positions(network, images) for network in (student, teacher))
+    return [name for name, shape in ours.items() if theirs.get(name, shape) != shape]
+
+
+def _positions(model: nn.Module, images: Tensor) -> dict[str, tuple[int, ...]]:
+    """Shape of each conv's and linear's output, less its channels."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(name, channel):
+        def hook(y):
+            shapes[name] = tuple(size for dim, size in enumerate(y.shape) if dim != channel % y.dim())
+
+        return hook
+
+    kinds = ((nn.Conv2d, 1), (nn.Linear, -1))
+    layers = ((n, m, dim) for n, m in model.named_modules() for kind, dim in kinds if isinstance(m, kind))
+    with torch.no_grad(), hooked(*((module, "output", note(name, dim)) for name, module, dim in layers)):
+        model(images)
+    return shapes
 
 
 def _same(a: Any, b: Any) -> bool:
