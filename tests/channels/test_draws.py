@@ -1,5 +1,6 @@
 """Which units a verification takes away, and what its parts see: each by its definition, over many sizes and groups."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -167,7 +168,7 @@ def test_neighbours_are_drawn_in_different_ways_and_each_in_all():
     ways = {how: [value_check.drawn_units(g, how) for g in check.groups] for how in value_check.WAYS_TO_DRAW}
     for draw in check.draws:
         names = [next(how for how in ways if ways[how][i] == check.units(i, draw)) for i in range(6)]
-        assert all(a != b for a, b in zip(names, names[1:], strict=False))
+        assert all(a != b for a, b in itertools.pairwise(names))
     for i in range(6):
         assert {tuple(check.units(i, draw)) for draw in check.draws} == {tuple(ways[how][i]) for how in ways}
 
