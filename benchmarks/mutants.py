@@ -63,22 +63,40 @@ ROOMS = {
             "costs/test_activations.py",
         ],
     ),
-    "verification": ("channels/dry_run.py", ["channels/test_dry_run.py", "channels/test_channel_groups.py"]),
+    "verification": (
+        "channels/dry_run.py",
+        ["channels/test_draws.py", "channels/test_dry_run.py", "channels/test_channel_groups.py"],
+    ),
     "values": (
         "channels/value_check.py",
-        ["channels/test_value_check.py", "channels/test_way_of_verifying.py", "pruning/test_chosen_widths.py"],
+        [
+            "channels/test_draws.py",
+            "channels/test_value_check.py",
+            "channels/test_way_of_verifying.py",
+            "pruning/test_chosen_widths.py",
+        ],
     ),
     "ridge": (
         "recovery/ridge.py",
-        ["recovery/test_ridge.py", "recovery/test_singular_inputs.py", "recovery/test_recovery.py"],
+        [
+            "recovery/test_ridge_oracle.py",
+            "recovery/test_ridge.py",
+            "recovery/test_singular_inputs.py",
+            "recovery/test_recovery.py",
+        ],
     ),
-    "distillation": ("training/distillation.py", ["training/test_distillation.py"]),
+    "distillation": ("training/distillation.py", ["training/test_distillation_edges.py", "training/test_distillation.py"]),
     "checkpoints": (
         "training/checkpoints.py",
-        ["training/test_replacing_checkpoints.py", "training/test_checkpoints.py", "training/test_guards.py"],
+        [
+            "training/test_checkpoint_edges.py",
+            "training/test_replacing_checkpoints.py",
+            "training/test_checkpoints.py",
+            "training/test_guards.py",
+        ],
     ),
-    "files": ("files/atomic.py", ["files/test_atomic_folders.py", "files/test_atomic.py"]),
-    "effort": ("models/effort.py", ["models/test_effort.py", "models/test_foreign_config.py"]),
+    "files": ("files/atomic.py", ["files/test_atomic_edges.py", "files/test_atomic_folders.py", "files/test_atomic.py"]),
+    "effort": ("models/effort.py", ["models/test_effort_edges.py", "models/test_effort.py", "models/test_foreign_config.py"]),
     "hub": ("hub/saving.py", ["hub/test_config_json.py", "hub/test_hub.py"]),
 }
 
