@@ -51,12 +51,20 @@ QUIET = ("-p", "no:cacheprovider", "-p", "no:xdist")
 # Room → file, and the tests that should notice; the fastest and most likely first.
 ROOMS = {
     "knapsack": ("knapsack/exact.py", ["knapsack"]),
-    "width search": ("pruning/width_search.py", ["pruning/test_width_search.py", "pruning/test_pruning.py"]),
+    "width search": (
+        "pruning/width_search.py",
+        [
+            "pruning/test_search_edges.py",
+            "pruning/test_width_search.py",
+            "pruning/test_pruning.py",
+        ],
+    ),
     "slim": ("slim/cutting.py", ["slim", "pruning/test_pruning.py"]),
     "attributes": ("slim/attributes.py", ["slim", "channels/test_channel_groups.py"]),
     "grouping": (
         "channels/grouping.py",
         [
+            "channels/test_group_parts.py",
             "channels/test_channel_groups.py",
             "channels/test_channel_rules.py",
             "channels/test_shared_parameters.py",
@@ -85,7 +93,13 @@ ROOMS = {
             "recovery/test_recovery.py",
         ],
     ),
-    "distillation": ("training/distillation.py", ["training/test_distillation_edges.py", "training/test_distillation.py"]),
+    "distillation": (
+        "training/distillation.py",
+        [
+            "training/test_distillation_edges.py",
+            "training/test_distillation.py",
+        ],
+    ),
     "checkpoints": (
         "training/checkpoints.py",
         [
@@ -95,9 +109,30 @@ ROOMS = {
             "training/test_guards.py",
         ],
     ),
-    "files": ("files/atomic.py", ["files/test_atomic_edges.py", "files/test_atomic_folders.py", "files/test_atomic.py"]),
-    "effort": ("models/effort.py", ["models/test_effort_edges.py", "models/test_effort.py", "models/test_foreign_config.py"]),
-    "hub": ("hub/saving.py", ["hub/test_config_json.py", "hub/test_hub.py"]),
+    "files": (
+        "files/atomic.py",
+        [
+            "files/test_atomic_edges.py",
+            "files/test_atomic_folders.py",
+            "files/test_atomic.py",
+        ],
+    ),
+    "effort": (
+        "models/effort.py",
+        [
+            "models/test_effort_edges.py",
+            "models/test_effort.py",
+            "models/test_foreign_config.py",
+        ],
+    ),
+    "hub": (
+        "hub/saving.py",
+        [
+            "hub/test_saving_edges.py",
+            "hub/test_config_json.py",
+            "hub/test_hub.py",
+        ],
+    ),
 }
 
 # Files of few decisions, which are not drawn from unless --room names them.
