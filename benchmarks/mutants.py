@@ -156,8 +156,12 @@ NAMED = [
 EXPLAINED = {
     ("width search", "40 → 41"): "the most rounds there may be: the search ends long before, and one more is no worse",
     ("width search", "alone.value > value → GtE"): "two choices that are worth the same: either is right",
+    ("knapsack", "40 → 41"): "the most fees that are tried: more than it takes, and one more is no worse",
     ("knapsack", "worth > 0 → GtE"): "at a worth of exactly 0 the bound holds as well",
     ("verification", "group.size > 1 → GtE"): "a group of one unit would only be tried more often",
+    ("values", "draw + i → Sub"): "neighbours are drawn in different ways all the same, and each in all",
+    ("effort", "self.calls > self.limit.calls → GtE"): "one call earlier it is looked at and found to be allowed",
+    ("effort", "without super().__init__()"): "torch's own does nothing",
     ("checkpoints", "20 → 21"): "files are read in larger blocks: the checksum is the same",
 }
 

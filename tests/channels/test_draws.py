@@ -199,6 +199,7 @@ def test_what_is_too_dear():
 
 def test_what_a_comparison_may_hide_is_far_below_a_mistake():
     assert 1e-12 < value_check.TOLERANCE < 1e-8
+    assert value_check._difference([torch.ones(1)], [torch.ones(1)]) <= value_check.TOLERANCE
 
 
 def test_random_inputs_are_two_images_where_one_was_given():

@@ -92,6 +92,17 @@ def test_both_cases_together_are_all_selections():
         assert all(case.bound <= plain.bound + 1e-6 * plain.gap + 1e-12 for case in cases[:1])
 
 
+def test_the_best_fee_is_that_of_any_unit_of_value():
+    """Values a million times as large or as small: the same items, and so many times the bound."""
+    for values, weights, capacity in instances(40, 6):
+        count = int(_Relaxation(values, weights, capacity).taken.sum())
+        found = exact._with_best_fee(values, weights, capacity, count, float(values.max()))
+        for factor in (2.0**-20, 2.0**20):
+            other = exact._with_best_fee(values * factor, weights, capacity, count, float(values.max()) * factor)
+            assert (other.bound, other.fee) == (found.bound * factor, found.fee * factor)
+            assert (other.taken == found.taken).all()
+
+
 # ---- the core
 
 
@@ -267,6 +278,10 @@ def test_of_very_many_states_the_most_promising_are_completed(monkeypatch):
 # ---- how much it takes
 
 
+def whole_values(rng, n):
+    return rng.integers(1, 50, n).astype(float), rng.integers(1, 100, n)
+
+
 def effort(kind, n, seeds, splitting, monkeypatch):
     """States that the search stores, and relaxations that it tries, for all seeds together."""
     stored, made = [], []
@@ -306,6 +321,7 @@ EFFORT = {
     subset_sum: (40, 20, (490486, 20), (490486, 100)),
     heavy_tailed: (300, 60, (3014, 60), (6435, 2040)),
     equal_items: (300, 60, (162, 60), (0, 1864)),
+    whole_values: (60, 60, (844, 60), (1515, 782)),
 }
 
 

@@ -165,6 +165,8 @@ def test_wide_layers_compare_penalties_in_single_precision(monkeypatch):
 def test_penalties_go_from_next_to_none_to_all_by_tens():
     assert np.allclose(np.diff(np.log10(PENALTIES)), 1) and PENALTIES[0] == 1e-4 and PENALTIES[-1] == 1
     assert set(FEW_PENALTIES) < set(PENALTIES) and len(FEW_PENALTIES) == 2
+    for penalty in PENALTIES:
+        check_ridge(penalty)
 
 
 @pytest.mark.parametrize("shifts", [False, True])
