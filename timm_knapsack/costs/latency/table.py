@@ -205,6 +205,8 @@ class LatencyTable:
         seconds = self._seconds_of_copies()  # copy × layer
         copies = [self.grid[c] for c in seconds]
         times = np.array(list(seconds.values()))
+        if not np.isfinite(times).all():
+            raise LatencyError("the latency table is damaged: its times make no finite ratio; measure it again")
         by_shape: dict[str, list[int]] = {}
         for i, layer in enumerate(layers):
             by_shape.setdefault(layer.shape, []).append(i)
