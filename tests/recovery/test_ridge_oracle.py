@@ -244,6 +244,8 @@ def test_perfect_and_dead_inputs():
     dead = summed(layer, [(x * 0, torch.ones(1, 20, 3, dtype=torch.float64))]).fit(0.1, True)
     torch.testing.assert_close(dead.flat, now)
     assert dead.shift.tolist() == [1, 1, 1] and dead.error_after == 0
+    dead = summed(layer, [(x * 0, torch.ones(1, 20, 3, dtype=torch.float64))])
+    assert dead.fit(None, False).ridge == math.inf  # no penalty does better than no change
     tiny = summed(layer, [(x * 1e-9, x @ now * 1e-9 * 2)]).fit(1e-6, False)  # a tiny scale is no dead input
     assert tiny.error_after <= tiny.error_before
 
