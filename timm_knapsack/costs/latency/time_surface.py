@@ -57,6 +57,7 @@ def fit_surface(widths: np.ndarray, seconds: np.ndarray, knots: Sequence[np.ndar
     basis = _rising(first, second)  # term × knot × knot
     design = np.einsum("pij,tij->pt", rows, basis)
     scale = np.abs(design).max(axis=0)
+    scale[scale == 0] = 1  # a step up at a pair of widths that no copy reaches
     design, basis = design / scale, basis / scale[:, None, None]
     bends = np.eye(len(basis))[4:] * np.sqrt(STIFFNESS)
     seconds = np.maximum(seconds, LEAST_SECONDS)
