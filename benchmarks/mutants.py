@@ -160,6 +160,10 @@ EXPLAINED = {
     ("knapsack", "40 → 41"): "the most fees that are tried: more than it takes, and one more is no worse",
     ("knapsack", "worth > 0 → GtE"): "at a worth of exactly 0 the bound holds as well",
     ("verification", "group.size > 1 → GtE"): "a group of one unit would only be tried more often",
+    (
+        "knapsack",
+        "trial.slope * towards < 0 → LtE",
+    ): "where the slope is exactly 0 the fee is the best, and the search ends",
     ("knapsack", "1.0 → 2.0", "towards = "): "the sign alone is used",
     ("knapsack", "1 → 2", "prepend=-1"): "any number that is no class and side will do",
     ("verification", "1 → 2", "gone = np.zeros("): "an array one longer than it need be",
