@@ -163,7 +163,7 @@ EXPLAINED = {
     (
         "knapsack",
         "trial.slope * towards < 0 → LtE",
-    ): "where the slope is exactly 0 the fee is the best, and the search ends",
+    ): "at a slope of exactly 0 the fee is the best: the search ends",
     ("knapsack", "1.0 → 2.0", "towards = "): "the sign alone is used",
     ("knapsack", "1 → 2", "prepend=-1"): "any number that is no class and side will do",
     ("verification", "1 → 2", "gone = np.zeros("): "an array one longer than it need be",
