@@ -99,6 +99,7 @@ def test_a_tie_that_is_none_of_the_full_model_is_seen_whichever_units_it_joins()
     assert check._wrong_tie(trace, {}) is None
     for (name, dim), first in check._first_label.items():
         for other in range(1, check.groups.shapes[name][dim]):
-            trace.labels.ties.append((np.array([first]), np.array([first + other])))
-            assert "channels meet" in str(check._wrong_tie(trace, {})), (name, dim, other)
-            trace.labels.ties.pop()
+            for tie in ((first, first + other), (first + other, first)):
+                trace.labels.ties.append(tuple(np.array([label]) for label in tie))
+                assert "channels meet" in str(check._wrong_tie(trace, {})), (name, dim, other)
+                trace.labels.ties.pop()

@@ -302,6 +302,27 @@ def test_a_surface_bends_where_the_times_do():
     assert surface.at(56, 32) == pytest.approx(3e-4, rel=0.1)
 
 
+@pytest.mark.parametrize("least", [0.0, 5e-324, 1e-300, 1e-12])
+def test_a_layer_too_quick_for_the_clock_leaves_a_surface(least):
+    points = grid(*KNOTS)
+    seconds = np.full(len(points), 1e-5)
+    seconds[3] = least
+    whole = fit_surface(points, np.full(len(points), 1e-5), KNOTS)
+    surface = fit_surface(points, seconds, KNOTS)
+    assert np.isfinite(surface.values).all() and (surface.values <= whole.values * 1.05).all()
+    none = fit_surface(points, np.full(len(points), least), KNOTS)
+    assert np.isfinite(none.values).all() and (none.values < 1e-8).all()
+
+
+def test_widths_that_no_copy_reaches_together_leave_a_surface():
+    points = grid(*KNOTS)
+    seconds = 1e-5 + 1e-7 * points[:, 0] * points[:, 1]
+    corner = (points == points.max(axis=0)).all(axis=1)
+    surface = fit_surface(points[~corner], seconds[~corner], KNOTS)
+    assert np.isfinite(surface.values).all() and not falls(surface.values)
+    assert [surface.at(*point) for point in points[~corner]] == pytest.approx(seconds[~corner], rel=1e-2)
+
+
 def test_one_outlier_does_not_move_a_surface():
     points = grid(*KNOTS)
     truth = 1e-5 + 1e-7 * points[:, 0] * points[:, 1]

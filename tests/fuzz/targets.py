@@ -288,7 +288,10 @@ def damaged_pth(rng: random.Random, data: bytes) -> bytes:
         return damaged_bytes(rng, data)
     plain = torch.load(io.BytesIO(data), weights_only=True)
     damaged = damaged_data(rng, {**plain, "state_dict": dict(plain["state_dict"])})
-    torch.save(damaged, new := io.BytesIO())
+    try:
+        torch.save(damaged, new := io.BytesIO())
+    except RecursionError:  # nested deeper than torch writes
+        return damaged_bytes(rng, data)
     return new.getvalue()
 
 

@@ -245,3 +245,18 @@ def test_model_source_checks_what_timm_would_not(saved, tmp_path):
     shutil.copy(saved / "config.json", tmp_path)
     shutil.copy(saved / "model.safetensors", tmp_path)
     assert ModelSource(str(tmp_path)).load().num_classes == 10
+
+
+@pytest.mark.parametrize("key", ["features_only", "out_indices", "feature_cls", "device", "dtype"])
+def test_a_file_does_not_choose_another_kind_of_network_or_where_it_is_made(saved, tmp_path, key):
+    from timm_knapsack.models.model_source import ModelSource
+
+    shutil.copytree(saved, tmp_path / "net")
+    value = {"features_only": True, "out_indices": [1], "feature_cls": "list", "device": "meta", "dtype": None}[key]
+    ours = json.loads((saved / "config.json").read_text())
+    for config in (ours, {"architecture": "cifar_resnet20", "model_args": {}}):
+        config["model_args"][key] = value
+        (tmp_path / "net" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ChannelConfigError, match=f"can't set '{key}': that is the caller's to say"):
+            ModelSource(str(tmp_path / "net")).load()
+    assert ModelSource(str(saved), args={"features_only": True}).load().feature_info.channels()  # the caller may

@@ -42,7 +42,7 @@ def replacing_file(path: str | os.PathLike) -> Iterator[Path]:
         >>> target.read_text()
         'whole'
     """
-    path = Path(path).absolute()
+    path = _nameable(path).absolute()
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
     if path.is_dir():
@@ -92,7 +92,7 @@ def replacing_folder(folder: str | os.PathLike, *, carry_over: bool = True) -> I
         >>> (target / "a.txt").read_text()
         'whole'
     """
-    folder = Path(folder).resolve()
+    folder = _nameable(folder).resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     settle(folder)
     with _place_beside(folder) as new:
@@ -107,6 +107,16 @@ def replacing_folder(folder: str | os.PathLike, *, carry_over: bool = True) -> I
         else:
             os.rename(new, folder)
         flush(folder.parent)
+
+
+def _nameable(path: str | os.PathLike) -> Path:
+    """What the system can't have in a name (a zero byte, half a character) is its error, as all else that it can't."""
+    try:
+        if b"\0" in os.fsencode(path):
+            raise ValueError("embedded null byte")
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    return Path(path)
 
 
 def settle(path: str | os.PathLike) -> bool:

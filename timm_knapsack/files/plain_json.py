@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import KnapsackError
 from .atomic import write_text
+from .paths import named_path
 
 MAX_BYTES = 32 * 2**20  # the longest run's record is a few MB
 
@@ -100,7 +102,7 @@ def parse_json(text: str, source: str, error: type[KnapsackError] = KnapsackErro
 def read_limited(
     path: str | os.PathLike, max_bytes: int, error: type[KnapsackError] = KnapsackError, advice: str = ""
 ) -> str:
-    """A text file in UTF-8 of at most so many bytes; nothing of a larger one is read.
+    """A text file in UTF-8 of at most so many bytes; nothing of a larger one is read, nor of a pipe nobody writes to.
 
     Example:
         >>> import tempfile
@@ -108,9 +110,12 @@ def read_limited(
         'whole'
     """
     end = f"; {advice}" if advice else ""
+    path = named_path(path, error)
     try:
-        with open(path, "rb") as file:  # its size on disk says nothing of a pipe
+        with open(path, "rb", opener=_without_waiting) as file:  # its size on disk says nothing of a pipe
             data = file.read(max_bytes + 1)
+            if not data and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+                raise error(f"{path} is a pipe that nobody writes to{end}")
         if len(data) > max_bytes:
             raise error(f"{path} is larger than {max_bytes / 2**20:g} MiB, which no such file is{end}")
         return data.decode("utf-8")
@@ -118,6 +123,14 @@ def read_limited(
         raise error(f"{path} can't be read: {reason.strerror or reason}{end}") from None
     except UnicodeDecodeError:
         raise error(f"{path} is not a text file in UTF-8{end}") from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a named pipe that nobody writes to at once, as an empty one; a plain ``open`` would wait for ever."""
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if hasattr(os, "O_NONBLOCK"):
+        os.set_blocking(descriptor, True)  # who writes at a pipe's other end may take their time
+    return descriptor
 
 
 def shortened(value: Any, length: int = 80) -> str:

@@ -14,6 +14,7 @@ from timm.models._hub import download_from_hf
 from torch import nn
 
 from ..errors import ChannelConfigError, CheckpointError, first_line
+from ..files.paths import check_readable
 from ..models.builders import Builder, rebuild_with
 from ..models.model_source import ModelSource, saved_folder
 from ..models.rebuild import check_timm_base, mismatches
@@ -54,6 +55,7 @@ def load_pretrained(source: str | os.PathLike, builder: Builder | None = None, *
     if arguments:
         raise ChannelConfigError(f"{name} is not timm's: {min(arguments)}=… has no meaning here")
     weights = Path(download_from_hf(name[7:], "model.safetensors")) if on_hub else folder / "model.safetensors"
+    check_readable(weights, CheckpointError)
     try:
         state = load_file(weights)
     except (OSError, SafetensorError) as error:

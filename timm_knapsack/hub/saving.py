@@ -4,7 +4,6 @@ The folder holds ``model.safetensors`` (never a pickle), ``config.json`` as timm
 ChannelConfig), ``README.md`` (the model card) and, if there is one, ``kept_channels.png``.
 """
 
-import json
 import os
 import shutil
 import tempfile
@@ -17,13 +16,14 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, HubError, KnapsackError
 from ..files.atomic import replacing_file, replacing_folder, write_text
-from ..files.plain_json import plain, write_json
+from ..files.paths import named_path
+from ..files.plain_json import parse_json, plain, read_limited, write_json
 from ..files.versions import versions
 from ..models.builders import Builder, build_base, builder_name
 from ..models.foreign_config import check_base
 from ..models.pruned_models import GENERIC
 from ..models.rebuild import base_on_meta, mismatches, model_args_of, resized
-from ..slim.channel_config import ChannelConfig
+from ..slim.channel_config import MAX_BYTES, ChannelConfig
 from ..slim.cutting import resize_model
 from ..slim.tensor_files import separate, write_tensors
 from .model_card import PICTURE, Evaluation, counted_costs, evaluations_to_json, layer_widths, model_card
@@ -88,7 +88,7 @@ def save_pretrained(
     model, config, report = _unpack(result_or_model, report)
     if builder is not None:
         config = replace(config, builder=builder_name(builder))
-    folder = Path(folder).resolve()
+    folder = named_path(folder, HubError).resolve()
     _check_target(folder)
     state = model.state_dict()
     for name, tensor in state.items():
@@ -165,7 +165,7 @@ def push_to_hub(
             )
     if saving:
         raise HubError(f"{sorted(saving)[0]!r} describes how a model is saved; this folder is saved already")
-    folder = Path(folder_or_result)
+    folder = named_path(folder_or_result, HubError)
     _check_saved(folder)
     own_card = (folder / CARD).read_text(encoding="utf-8")
     edited = own_card != str(model_card(folder))
@@ -175,7 +175,7 @@ def push_to_hub(
 
     return publish(
         repo_id,
-        {name: folder / name for name in FILES if (folder / name).exists() and name != CARD},
+        {name: folder / name for name in FILES if (folder / name).is_file() and name != CARD},
         {CARD: card},
         optional=(PICTURE,),
         private=private,
@@ -292,8 +292,8 @@ def _check_target(folder: Path) -> None:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        return "timm_knapsack" in json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return "timm_knapsack" in parse_json(read_limited(folder / CONFIG, MAX_BYTES), CONFIG)
+    except (KnapsackError, TypeError):  # no file, no JSON, or a number
         return False
 
 

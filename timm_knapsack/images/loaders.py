@@ -22,6 +22,7 @@ from timm.data import create_dataset
 from torch import nn
 
 from ..errors import DataError
+from ..files.paths import named_path
 from .augmentation import Augmentation, Preprocessing, Transform, check_names
 from .datasets import ImageDataset, StreamDataset, SyntheticDataset, outside
 from .folders import entries, open_folder
@@ -219,7 +220,7 @@ def _open_any(source: Any, config: DataConfig) -> ImageSource | ImageStream:
     split, training = config.split, config.training
     columns = config.image_column, config.label_column
     if isinstance(source, str | os.PathLike):
-        text, path = str(source), Path(source).expanduser()
+        text, path = str(source), named_path(source, DataError, home=True)
         if text.startswith("timm:") or (text.split("/")[0] in TIMM_KINDS and not path.exists()):
             return _open_timm(text.removeprefix("timm:"), config)
         if path.is_dir():

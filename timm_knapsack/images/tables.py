@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from ..errors import DataError
+from ..files.paths import named_path
 from .sources import ImageSource, ImageStream, TableImages, choose_column, choose_split
 
 TABLE_FILES = (".parquet", ".arrow")
@@ -42,7 +43,7 @@ def load_table(
         subset: the Hub's name for one of several configurations of a dataset.
         streaming: read rows as they are needed; on the Hub, without downloading the whole.
     """
-    path = Path(source).expanduser()
+    path = named_path(source, DataError, home=True)
     local = path.exists()
     name = str(path) if local else str(source)
     with _datasets_errors(name, on_hub=not local) as datasets:

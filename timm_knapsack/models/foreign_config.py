@@ -19,7 +19,8 @@ from .effort import build_within_limits
 _BUILDER_ARGS = {*inspect.signature(build_model_with_cfg).parameters, "pruned"} - {"kwargs"}
 # What timm.create_model takes for itself: weights, files and switches, none of them for a file to choose.
 _CREATION_ARGS = {"model_name", "pretrained", "checkpoint_path", "cache_dir", "scriptable", "exportable", "no_jit"}
-_CREATION_ARGS |= {"pretrained_cfg", "pretrained_cfg_overlay"}
+_CREATION_ARGS |= {"pretrained_cfg", "pretrained_cfg_overlay", "device", "dtype"}
+_CREATION_ARGS |= {"features_only", "feature_cls", "out_indices"}  # another kind of network than was asked for
 _SIZES = ("input_size", "test_input_size", "min_input_size")
 _NUMBERS = ("crop_pct", "test_crop_pct")
 

@@ -18,6 +18,7 @@ from timm.models._hub import download_from_hf
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, KnapsackError, first_line
+from ..files.paths import check_readable, check_readable_files, named_path
 from .foreign_config import read_saved_config
 
 _NOT_BASE_ARGS = ("num_classes", "in_chans")  # the model itself says these
@@ -46,11 +47,11 @@ class ModelSource:
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
             raise KnapsackError(f"a model is a timm name or a folder, not {self.name!r}")
-        path = Path(self.name).expanduser()
+        path = named_path(self.name, home=True)
         if path.is_dir() and not self.name.startswith(("local-dir:", "hf-hub:")):
             object.__setattr__(self, "name", f"local-dir:{saved_folder(path).resolve()}")
         if self.weights is not None:
-            object.__setattr__(self, "weights", str(Path(self.weights).expanduser().resolve()))
+            object.__setattr__(self, "weights", str(named_path(self.weights, CheckpointError, home=True).resolve()))
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "args": dict(self.args)}
@@ -117,12 +118,13 @@ class ModelSource:
     def check(self) -> None:
         """An error if there is no such model, with the nearest names."""
         if self.name.startswith("local-dir:"):
-            folder = Path(self.name.removeprefix("local-dir:"))
+            folder = named_path(self.name.removeprefix("local-dir:"))
             if not (folder / "config.json").is_file():
                 raise KnapsackError(
                     f"{folder} holds no saved model (no config.json); `timm-knapsack prune` and tk.save_pretrained "
                     "write one"
                 )
+            check_readable_files(folder)
             return
         if self.name.startswith("hf-hub:") or timm.is_model(self.name):
             return
@@ -139,7 +141,7 @@ def saved_folder(folder: str | os.PathLike) -> Path:
         >>> saved_folder("resnet18-half").name
         'resnet18-half'
     """
-    folder = Path(folder).expanduser()
+    folder = named_path(folder, home=True)
     inner = folder / "model"
     return inner if not (folder / "config.json").is_file() and (inner / "config.json").is_file() else folder
 
@@ -151,7 +153,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike) -> None:
         >>> torch.save(model.state_dict(), "weights.pth")
         >>> load_weights(model, "weights.pth")
     """
-    path = Path(path)
+    path = named_path(path, CheckpointError)
+    check_readable(path, CheckpointError)
     try:
         if path.suffix == ".safetensors":
             state = load_file(path)

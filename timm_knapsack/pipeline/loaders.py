@@ -1,10 +1,10 @@
 """The images of a job: one loader for each purpose, as the settings say."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, RecipeError
+from ..files.paths import named_path
 from ..images.loaders import create_loader
 from ..images.model_labels import CALIBRATION, ModelLabels
 from ..images.tables import HUB_ID
@@ -26,7 +26,7 @@ def public_name(source: Any) -> str:
     """
     if not isinstance(source, str | os.PathLike):
         return f"this {type(source).__name__}"
-    path = Path(source).expanduser()
+    path = named_path(source, DataError, home=True)
     if not path.is_absolute() and not path.exists():
         return str(source)
     parts = [part for part in path.resolve().parts if part.lower() not in USUAL]
@@ -35,7 +35,7 @@ def public_name(source: Any) -> str:
 
 def on_the_hub(source: Any) -> bool:
     """Is it the id of a dataset on the Hub, with its owner?"""
-    if not isinstance(source, str) or Path(source).expanduser().exists():
+    if not isinstance(source, str) or named_path(source, DataError, home=True).exists():
         return False
     return "/" in source and HUB_ID.fullmatch(source) is not None
 

@@ -23,6 +23,7 @@ import torch
 
 from ..costs.latency.conditions import MeasuringConditions
 from ..errors import KnapsackError, RecipeError
+from ..files.paths import named_path
 from ..files.plain_json import read_limited, shortened
 from ..files.strict_yaml import parse_yaml
 from ..models.model_source import ModelSource
@@ -201,7 +202,7 @@ class Recipe(Settings):
     @classmethod
     def load(cls, path: str | os.PathLike, changes: Mapping[str, Any] | None = None) -> "Recipe":
         """Read a YAML file; ``changes`` (``{"model.weights": …}``) win over what it says."""
-        path = Path(path)
+        path = named_path(path, RecipeError)
         if not path.exists():
             near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1, cutoff=0.5)
             hint = f"; did you mean {path.parent / near[0]}?" if near else ""

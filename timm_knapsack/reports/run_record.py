@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import KnapsackError
+from ..files.paths import named_path
 from ..files.plain_json import read_json, shortened, write_json
 
 FILE = "record.json"
@@ -96,7 +97,7 @@ class RunRecord:
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "RunRecord":
         """Read ``record.json`` from a folder; an empty record if there is none."""
-        path = Path(folder) / FILE
+        path = named_path(folder) / FILE
         if not path.exists():
             return cls()
         data = read_json(path, "a record", format=FORMAT, version=VERSION)

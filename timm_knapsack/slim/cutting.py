@@ -60,7 +60,7 @@ def mask_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tenso
     Its outputs equal those of `slice_model` with the same ``keep``, unless a norm or softmax runs across the removed
     channels (``group.crosses_norm``): the oracle of the tests.
     """
-    _tensors_that_fit(model, groups)
+    tensors = _tensors_that_fit(model, groups)
     gone: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
     for (name, dim), index in _gone(groups, groups.check_keep(keep)).items():
         if not name.endswith(("running_mean", "running_var")):
@@ -68,7 +68,7 @@ def mask_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tenso
 
     def masked(name: str, tensor: Tensor) -> Tensor:
         new = tensor.detach().clone()
-        for dim, index in gone.get(name, ()):
+        for dim, index in gone.get(name, ()) if tensor is tensors.get(name) else ():  # else a plain tensor attribute
             new.index_fill_(dim, index.to(new.device), 0)
         return new
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from ..errors import CheckpointError, KnapsackError, first_line
 from ..files.atomic import replacing_folder
+from ..files.paths import named_path
 from ..files.plain_json import MAX_BYTES, parse_json, read_json, read_limited, shortened, write_json
 from ..slim.tensor_files import write_state, write_tensors
 
@@ -59,7 +60,7 @@ def write_checkpoint(
         >>> checkpoint.state["update"], checkpoint.tensors["model"]["w"]
         (7, tensor([1., 1.]))
     """
-    path = Path(path)
+    path = named_path(path, CheckpointError)
     check_replaceable(path)
     try:
         with replacing_folder(path, carry_over=False) as new:
@@ -88,7 +89,7 @@ def check_replaceable(path: str | Path) -> None:
         ...
         timm_knapsack.errors.CheckpointError: ... holds thesis.tex, which no checkpoint has, so it is not replaced; ...
     """
-    path = Path(path)
+    path = named_path(path, CheckpointError)
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_dir():
@@ -126,7 +127,7 @@ def _listed_files(file: Path) -> set[str] | None:
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint folder; a damaged or foreign one is a ``CheckpointError`` that names the file."""
-    path = Path(path)
+    path = named_path(path, CheckpointError)
     state, before = _read_state(path), _fingerprint(path / "state.json")
     tensors, optimizer = {}, None
     for name, expected in state.pop("files").items():

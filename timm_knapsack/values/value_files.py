@@ -8,6 +8,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from ..errors import ScoreError, first_line
+from ..files.paths import check_readable, named_path
 from ..files.plain_json import parse_json, shortened
 
 MAX_BYTES = 64 * 2**20  # the curves of the largest timm model are some MB
@@ -40,6 +41,8 @@ def read_values(path: str | os.PathLike, kind: str, format: str) -> tuple[dict[s
 
 def _opened(path: str | os.PathLike, kind: str, format: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Without a ``format``, of any."""
+    path = named_path(path, ScoreError)
+    check_readable(path, ScoreError)
     try:
         with open(path, "rb") as file:  # once: safe_open does so twice, and another process may replace it in between
             data = file.read(MAX_BYTES + 1)

@@ -31,7 +31,7 @@ from .layer_timing import Conditions, device_name
 from .measurement import DISTURBED, Measurement
 from .network_timing import Comparison, Latency, compare_latency, measure_latency  # noqa: F401  (public names)
 from .plan import find_timed_layers, group_steps
-from .table_check import check_table
+from .table_check import MAX_SECONDS, check_table
 from .time_surface import Surface, fit_surface
 
 FORMAT = "timm-knapsack latency table"
@@ -205,6 +205,8 @@ class LatencyTable:
         seconds = self._seconds_of_copies()  # copy × layer
         copies = [self.grid[c] for c in seconds]
         times = np.array(list(seconds.values()))
+        if not (times <= MAX_SECONDS).all():  # a yardstick far off makes huge ones, or none, of possible times
+            raise LatencyError("the latency table is damaged: its times make no finite ratio; measure it again")
         by_shape: dict[str, list[int]] = {}
         for i, layer in enumerate(layers):
             by_shape.setdefault(layer.shape, []).append(i)

@@ -14,6 +14,7 @@ STEPS = (16, 8, 4)  # channels that a device may take together
 # little importance; widths off the stairs of a device that has them cost time (benchmarks/latency_vs_macs.py).
 ASSUMED_STEP = 8
 SMOOTH = 0.005  # relative error of a parabola that leaves nothing for stairs to explain
+LEAST_SECONDS = 1e-9  # errors are relative to the time; of less than this no clock tells anything
 STIFFNESS = 0.1  # how much a bend in the surface must gain: noise goes into the smooth part
 
 
@@ -56,8 +57,10 @@ def fit_surface(widths: np.ndarray, seconds: np.ndarray, knots: Sequence[np.ndar
     basis = _rising(first, second)  # term × knot × knot
     design = np.einsum("pij,tij->pt", rows, basis)
     scale = np.abs(design).max(axis=0)
+    scale[scale == 0] = 1  # a step up at a pair of widths that no copy reaches
     design, basis = design / scale, basis / scale[:, None, None]
     bends = np.eye(len(basis))[4:] * np.sqrt(STIFFNESS)
+    seconds = np.maximum(seconds, LEAST_SECONDS)
     weight = 1 / seconds
     robust = np.ones(len(seconds))
     for _ in range(4):
