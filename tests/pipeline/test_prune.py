@@ -182,7 +182,8 @@ def test_at_most_512_images_are_measured_on(network):
             drawn.append(number)
             yield torch.randn(100, 3, 8, 8), torch.zeros(100, dtype=torch.long)
 
-    assert measure_loss(model, model, loader(), recovered=False).images == 512
+    loss = measure_loss(model, model, loader(), recovered=False)
+    assert loss.images == 512 and str(loss).endswith("on the first 512 images given")
     assert len(drawn) == 6
 
 

@@ -1,5 +1,8 @@
 """The quickstart in a reduced setting: the same steps and the same promise, a smaller network."""
 
+import re
+from types import SimpleNamespace
+
 import timm
 import torch
 
@@ -19,6 +22,7 @@ def test_every_step_does_its_part(tmp_path):
     assert macs["counted"] <= macs["asked"] == 0.15 * macs["original"]
     head, *rows = result["table"]
     assert len(head) == 6 and [row[0] for row in rows][-1] == "change" and len(rows) == 5
+    assert re.match(r"15% of the MACs take \d+% of the time here, at batch 16[.:]", result["speed"])
     namespace = {}
     exec(result["code"], namespace)  # the two lines that it prints
     assert namespace["model"](torch.zeros(1, 3, 32, 32)).shape == (1, 10)
@@ -28,6 +32,14 @@ def test_every_step_does_its_part(tmp_path):
     assert "- recovered with 512 images\n- fine-tuned for 4 epochs, sgd" in card
     page = (tmp_path / "model" / "report.html").read_text()
     assert "Asked, counted, measured" in page and "<script" not in page
+
+
+def test_it_says_where_the_time_falls_less_than_the_macs():
+    macs = SimpleNamespace(counted=15, original=100)
+    assert module._speed(macs, {"original": 1.0, "pruned": 0.29, "batch_size": 16}).startswith(
+        "15% of the MACs take 29% of the time here, at batch 16: a CPU computes thin layers at a lower rate"
+    )
+    assert module._speed(macs, {"original": 1.0, "pruned": 0.16, "batch_size": 8}).endswith("at batch 8.")
 
 
 def test_held_out_images_are_not_trained_on():

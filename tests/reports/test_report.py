@@ -264,7 +264,12 @@ def test_the_certificate_is_in_words():
     curves = {"value": -0.3, "total_value": 0.0, "predicted_loss": 0.2, "upper_bound": -0.3, "loss_gap": 0.0}
     assert "loses 0.2. By these values no other choice at this cost would lose less" in _cost_note(curves)
     measured = {**curves, "loss": {"kind": "KL divergence", "measured": 0.25}}
-    assert "loses 0.2 (KL divergence from the original's outputs; measured: 0.25). By" in _cost_note(measured)
+    note = _cost_note(measured)
+    assert "Measured, it loses 0.25 (KL divergence from the original's outputs). Predicted" in note
+    assert "the curves below (group by group), this choice loses 0.2. By" in note
+    recovered = {**measured, "loss": {**measured["loss"], "recovered": True}, "trials": {"1.0": 0.2}}
+    note = _cost_note(recovered)
+    assert "Measured, once recovered, it loses 0.25" in note and "in its trial, on images held out), this" in note
     open_gap = {**curves, "upper_bound": -0.2, "loss_gap": 0.1}
     assert "can do better than 0.1: the solver has proved it" in _cost_note(open_gap)
 

@@ -31,4 +31,5 @@ def quickstart(
     for row in rows:
         table.add_row(*row)
     console.stdout().print(table)
+    console.stdout().print(f"{result['speed']}\n", markup=False, highlight=False)
     console.stdout().print(f"{result['report']} shows how. To use the result:\n\n{result['code']}", markup=False)

@@ -238,7 +238,7 @@ def _create_cifar_resnet(variant: str, pretrained: bool, depth: int, **kwargs) -
 def cifar_resnet8x2(pretrained: bool = False, **kwargs) -> CifarResNet:
     """CIFAR ResNet-8, twice as wide as usual: 0.31 M parameters, 48.1 M MACs.
 
-    Trained in a minute on a CPU, and wide enough that there its time follows its MACs: the network of the quickstart.
+    Trained in minutes on a CPU: the network of the quickstart.
     """
     kwargs = {"channels": (32, 64, 128), **kwargs}
     return _create_cifar_resnet("cifar_resnet8x2", pretrained, depth=8, **kwargs)

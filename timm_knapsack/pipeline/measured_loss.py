@@ -13,8 +13,6 @@ from ..pruning.result import LossLine
 from ..slim.example_inputs import example_dtype
 from ..slim.modes import eval_mode
 
-MOST_IMAGES = 512
-
 
 def measure_loss(slim: nn.Module, original: nn.Module, loader: Iterable, *, recovered: bool) -> LossLine:
     """Compare the outputs of two networks on at most 512 images; with labels, their accuracies too.
@@ -29,7 +27,7 @@ def measure_loss(slim: nn.Module, original: nn.Module, loader: Iterable, *, reco
     labelled = logits = True
     with eval_mode(slim, original), torch.no_grad():
         for batch in loader:
-            x = images_of(batch).to(device, example_dtype(slim))[: MOST_IMAGES - images]
+            x = images_of(batch).to(device, example_dtype(slim))[: LossLine.MOST_IMAGES - images]
             labels = labels_of(batch)
             before, after = original(x), slim(x)
             logits = gives_logits(original, before)
@@ -42,7 +40,7 @@ def measure_loss(slim: nn.Module, original: nn.Module, loader: Iterable, *, reco
                 if labelled:
                     labels = labels.to(device)[: len(x)]
                     right = [r + int((s == labels).sum()) for r, s in zip(right, seen, strict=True)]
-            if images >= MOST_IMAGES:
+            if images >= LossLine.MOST_IMAGES:
                 break
     top1 = [100 * r / images for r in right] if labelled else [None, None]
     kind = "KL divergence" if logits else "squared error"

@@ -1,7 +1,7 @@
 """What pruning gives back: the slim model, and a report of what was asked, what came out and how good it is."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -54,6 +54,8 @@ class LossLine:
     top1_before: float | None = None
     top1_after: float | None = None
 
+    MOST_IMAGES: ClassVar[int] = 512  # that are compared, of all that were given
+
     @property
     def collapsed(self) -> bool:
         """More than half of what the original sees is gone."""
@@ -62,12 +64,12 @@ class LossLine:
         return self.agreement < 0.5 if self.agreement is not None else self.measured > 0.5
 
     def __str__(self):
+        images = f"the {'first ' * (self.images == self.MOST_IMAGES)}{self.images} images given"
         if self.top1_before is not None:
-            both = f"top-1 {self.top1_after:.1f} % (original {self.top1_before:.1f} %)"
-            return f"{both} on the {self.images} images given"
+            return f"top-1 {self.top1_after:.1f} % (original {self.top1_before:.1f} %) on {images}"
         if self.agreement is not None:
-            return f"the same class as the original on {self.agreement:.1%} of the {self.images} images given"
-        return f"{self.kind} {self.measured:.4g} on the {self.images} images given"
+            return f"the same class as the original on {self.agreement:.1%} of {images}"
+        return f"{self.kind} {self.measured:.4g} on {images}"
 
 
 @dataclass(frozen=True)

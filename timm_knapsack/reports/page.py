@@ -201,11 +201,13 @@ def _cost_note(pruning: Mapping[str, Any]) -> str:
     value, bound, whole = pruning["value"], pruning.get("upper_bound"), pruning.get("total_value")
     if pruning.get("predicted_loss") is not None:
         predicted, gap = pruning["predicted_loss"], pruning.get("loss_gap")
-        lost, unit = pruning.get("loss") or {}, ""
+        lost, note = pruning.get("loss") or {}, ""
         if isinstance(lost.get("measured"), (int, float)):
             kind = escape(str(lost.get("kind")))
-            unit = f" ({kind} from the original's outputs; measured: {lost['measured']:.3g})"
-        note = f"Predicted from the curves below, group by group, this choice loses {predicted:.3g}{unit}"
+            refit = "once recovered, " if lost.get("recovered") else ""
+            note = f"Measured, {refit}it loses {lost['measured']:.3g} ({kind} from the original's outputs). "
+        scale = "as a quick refit in its trial, on images held out" if pruning.get("trials") else "group by group"
+        note += f"Predicted from the curves below ({scale}), this choice loses {predicted:.3g}"
         possible = None if bound is None or gap is None else f"{max(0.0, predicted - gap):.3g}"
         less = "lose less"
     elif whole:
