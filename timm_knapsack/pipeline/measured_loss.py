@@ -59,7 +59,7 @@ def recovered_if_better(
 
     Example:
         >>> small = prune(model, loader, budget=Budget(macs=0.5), recover=False).model
-        >>> loss, warning = recovered_if_better(small, model, loader, lambda: small.fc.weight.data.mul_(-9))
+        >>> loss, warning = recovered_if_better(small, model, loader, lambda: small.linear.weight.data.mul_(-9))
         >>> loss.recovered, warning.partition(":")[0]
         (False, 'recovery was taken back')
     """
