@@ -117,6 +117,7 @@ def plot(found: dict[str, list[dict]], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, rows = pyplot.subplots(len(found), 2, figsize=(9, 4 * len(found)), squeeze=False, layout="constrained")
     for axes, (name, points) in zip(rows, found.items(), strict=True):
@@ -129,6 +130,10 @@ def plot(found: dict[str, list[dict]], path: Path) -> None:
             if key == "predicted":
                 ends = [min(measured), max(measured)]
                 axis.loglog(ends, ends, "--", color="grey", linewidth=1)
+            for side in (axis.xaxis, axis.yaxis):
+                side.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                side.set_major_formatter("{x:g}")
+                side.set_minor_formatter(NullFormatter())
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
 
@@ -144,15 +149,23 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "images" / "predicted_loss.png")
     parser.add_argument("--points", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the points")
+    parser.add_argument("--plot-only", action="store_true", help="of the points that are there")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     load = os.getloadavg()[0]
     print(f"$ python benchmarks/predicted_loss.py {' '.join(sys.argv[1:])}")
     print(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}, load {load:.1f}")
+    if options.plot_only:
+        plot_all(options)
+        return
     points = measure(options)
     curves, taylor = correlations(points)
     print(f"rank correlation with the measured KL: value curves {curves:.3f}, Taylor sum {taylor:.3f}")
     (options.points / f"predicted_loss_{options.net}.json").write_text(json.dumps(points, indent=1) + "\n")
+    plot_all(options)
+
+
+def plot_all(options) -> None:
     files = sorted(options.points.glob("predicted_loss_*.json"))
     plot({file.stem.removeprefix("predicted_loss_"): json.loads(file.read_text()) for file in files}, options.plot)
     print(f"plot: {options.plot}")
