@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import timm_knapsack as tk
 from timm_knapsack.errors import KnapsackError
-from timm_knapsack.pipeline.measured_loss import collapse_warning, measure_loss
+from timm_knapsack.pipeline.measured_loss import collapse_warning, measure_loss, recovered_if_better
 from timm_knapsack.pruning.result import LossLine
 
 HALF = tk.Budget(macs=0.5)
@@ -111,6 +111,9 @@ def test_a_recovery_that_makes_it_worse_is_taken_back(network, monkeypatch):
         result = tk.prune(model, images(), **options)
     cut = tk.slice_model(model, groups, result.keep)
     assert not result.report.loss.recovered and same_weights(result.model, cut)
+    monkeypatch.setattr(spoilt, lambda student, *_, **__: student.fc.weight.data.fill_(float("nan")))
+    with pytest.warns(UserWarning, match="recovery was taken back"):
+        assert not tk.prune(model, images(), **options).report.loss.recovered
     monkeypatch.setattr(spoilt, lambda student, *_, **__: None)  # neither better nor worse
     assert tk.prune(model, images(), **options).report.loss.recovered
 
@@ -258,3 +261,13 @@ def test_errors_say_what_to_do(network, options, words):
     with pytest.raises(KnapsackError, match=words) as error:
         tk.prune(model, **{"loader": images(8), "budget": HALF, "groups": groups, **options})
     assert "\n" not in str(error.value)
+
+
+def test_what_can_only_get_better_is_recovered(network):
+    """A cut network whose outputs are no numbers, such as one whose norms were given the wrong statistics."""
+    model, groups = network
+    slim = tk.sweep(model, tk.taylor_scores(model, groups, criterion="magnitude"), [HALF], groups=groups)[0].model
+    weight = slim.fc.weight.detach().clone()
+    slim.fc.weight.data.fill_(float("nan"))
+    loss, warning = recovered_if_better(slim, model, images(), lambda: slim.fc.weight.data.copy_(weight))
+    assert loss.recovered and not warning and slim.fc.weight.isfinite().all()

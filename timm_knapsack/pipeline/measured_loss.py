@@ -1,6 +1,7 @@
 """What a slim network has lost, measured on images: the truth that ends every pruning."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
@@ -66,7 +67,7 @@ def recovered_if_better(
     before, state = measure_loss(slim, original, loader, recovered=False), copy.deepcopy(slim.state_dict())
     recover()
     after = measure_loss(slim, original, loader, recovered=True)
-    if after.measured <= before.measured:
+    if after.measured <= before.measured or math.isnan(before.measured):
         return after, ""
     slim.load_state_dict(state)
     return before, (
