@@ -15,7 +15,7 @@ import timm  # isort: skip
 from timm_knapsack.errors import TrainingError
 from timm_knapsack.maps.taps import Tap, find_blocks, find_convs, find_stages, find_taps, listen
 from timm_knapsack.training import distillation
-from timm_knapsack.training.distillation import DistillationConfig, DistillationModule, kd_loss
+from timm_knapsack.training.distillation import DistillationConfig, DistillationModule, SquaredDistance, kd_loss
 
 
 class Block(nn.Module):
@@ -261,7 +261,7 @@ def test_sharded_ridge_equals_whole(pair):
         torch.testing.assert_close(half.projections[name], matrix)
 
 
-def test_bf16_maps_are_compared_in_float32(pair):
+def test_differences_of_bf16_maps_are_squared_in_float32(pair):
     student, teacher, images, targets = pair
     module = make(pair, ikd_at="blocks").eval()
     with torch.autocast("cpu", torch.bfloat16):
@@ -272,7 +272,7 @@ def test_bf16_maps_are_compared_in_float32(pair):
             for name in maps[0]:
                 predicted = F.conv2d(maps[0][name], module.projections[name.replace(".", "/")][:, :, None, None])
                 assert predicted.dtype == torch.bfloat16
-                terms.append(((predicted.float() - maps[1][name].float()) ** 2).mean())
+                terms.append(((predicted - maps[1][name]).float() ** 2).mean())  # a difference of bf16 is exact enough
     assert losses.ikd.dtype == losses.total.dtype == torch.float32
     torch.testing.assert_close(losses.ikd, sum(terms) / len(terms))
 
@@ -423,3 +423,29 @@ def test_the_error_names_the_layers_whose_entry_would_do(pair):
     student, teacher, images, _ = pair
     with pytest.raises(TrainingError, match=r"kept\['blocks.0'\].* a layer inside: blocks.0.conv2\)"):
         DistillationModule(student, teacher, DistillationConfig(ikd_init="selection"), example=images)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squared_distance_is_mse_with_its_gradient(dtype):
+    torch.manual_seed(0)
+    made, wanted = (torch.randn(3, 4, 5, 5).to(dtype) for _ in range(2))
+    made.requires_grad_(True)
+    distance = SquaredDistance.apply(made, wanted, made.numel())
+    distance.mul(3).backward()
+    again = made.detach().double().requires_grad_(True)
+    expected = F.mse_loss(again, wanted.double())
+    expected.mul(3).backward()
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
+    torch.testing.assert_close(distance.double(), expected, **tolerance)
+    torch.testing.assert_close(made.grad.double(), again.grad, **tolerance)
+    assert made.grad.dtype == dtype
+
+
+def test_an_activation_that_overwrites_its_input_does_so_again_afterwards():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(inplace=True))
+    images = torch.randn(2, 3, 4, 4)
+    with listen(net, [Tap("block", "1", "input")]) as maps:
+        out = net(images)
+    assert net[1].inplace
+    torch.testing.assert_close(maps["block"], net[0](images))
+    assert (maps["block"] < 0).any() and (out >= 0).all()

@@ -277,8 +277,8 @@ def _is_activation(module: nn.Module) -> bool:
 def listen(model: nn.Module, taps: Sequence[Tap]) -> Iterator[dict[str, torch.Tensor]]:
     """Collect the maps of one forward: hooks live only inside the ``with``, so the model stays free of them.
 
-    Every map is a copy. Without it the next in-place operation (``ReLU(inplace=True)``, ``x += shortcut``) would turn
-    the pre-activation into the activation, silently.
+    No map changes afterwards. An activation that would overwrite its input (``ReLU(inplace=True)``) computes beside it
+    while it is listened to; what a module returns is copied, since the next operation (``x += shortcut``) may change it.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(inplace=True))
@@ -287,7 +287,7 @@ def listen(model: nn.Module, taps: Sequence[Tap]) -> Iterator[dict[str, torch.Te
         >>> tuple(maps["conv"].shape), len(net[0]._forward_hooks)
         ((1, 4, 2, 2), 0)
     """
-    maps, handles = {}, []
+    maps, handles, overwriting = {}, [], []
 
     def keep_output(name):
         def hook(module, args, output):
@@ -297,7 +297,7 @@ def listen(model: nn.Module, taps: Sequence[Tap]) -> Iterator[dict[str, torch.Te
 
     def keep_input(name):
         def hook(module, args):
-            maps[name] = args[0].clone()
+            maps[name] = args[0] if hasattr(module, "inplace") else args[0].clone()
 
         return hook
 
@@ -306,9 +306,14 @@ def listen(model: nn.Module, taps: Sequence[Tap]) -> Iterator[dict[str, torch.Te
             module = model.get_submodule(tap.module)
             if tap.side == "input":
                 handles.append(module.register_forward_pre_hook(keep_input(tap.name)))
+                if getattr(module, "inplace", False):
+                    module.inplace = False
+                    overwriting.append(module)
             else:
                 handles.append(module.register_forward_hook(keep_output(tap.name)))
         yield maps
     finally:
+        for module in overwriting:
+            module.inplace = True
         for handle in handles:
             handle.remove()

@@ -257,11 +257,8 @@ class DistillationModule(nn.Module):
         if tap.name in self._channel_dim:
             weight = self.projections[tap.name.replace(".", "/")]
             student_map = _project(weight, student_map, self._channel_dim[tap.name])
-        # under bf16 the maps are bf16: a squared distance needs float32
-        student_map, teacher_map = student_map.float(), teacher_map.float()
-        if self.config.ikd_reduction == "mean":
-            return F.mse_loss(student_map, teacher_map)
-        return F.mse_loss(student_map, teacher_map, reduction="sum") / len(student_map)
+        mean = self.config.ikd_reduction == "mean"
+        return SquaredDistance.apply(student_map, teacher_map, student_map.numel() if mean else len(student_map))
 
     @torch.no_grad()
     def init_from_data(
@@ -328,6 +325,32 @@ def kd_loss(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: flo
     """
     probabilities = F.softmax(teacher_logits.float() / temperature, dim=1)
     return F.cross_entropy(logits.float() / temperature, probabilities) * temperature**2
+
+
+class SquaredDistance(torch.autograd.Function):
+    """``Σ (student − teacher)² / divisor``, squared and summed in float32 also where the maps are bfloat16.
+
+    It keeps the difference alone, in the maps' own type, whose rounding is below that of the maps themselves:
+    ``mse_loss`` of ``.float()`` copies takes two to seven times as long on bfloat16 maps, and twice the memory. The
+    teacher gets no gradient.
+
+    Example:
+        >>> float(SquaredDistance.apply(torch.ones(2, 3), torch.zeros(2, 3), 6))
+        1.0
+    """
+
+    @staticmethod
+    def forward(ctx, student_map: torch.Tensor, teacher_map: torch.Tensor, divisor: int) -> torch.Tensor:
+        gap = student_map - teacher_map
+        ctx.save_for_backward(gap)
+        ctx.scale, ctx.dtype = 2.0 / divisor, student_map.dtype
+        return gap.float().square().sum() / divisor
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gap,) = ctx.saved_tensors
+        return (gap * (gradient * ctx.scale)).to(ctx.dtype), None, None
 
 
 def _project(weight: torch.Tensor, features: torch.Tensor, dim: int) -> torch.Tensor:
