@@ -32,7 +32,7 @@ def test_each_choice_follows_from_its_fact():
     assert base.lr == 0.005 and base.optimizer == "sgd" and not base.freeze_bn_stats and base.ema_decay == 0
     assert chosen(sharpness=1000.0).lr == 0.0005
     assert chosen(distance=0.0002).lr < base.lr == chosen(distance=3.0).lr
-    assert chosen(updates=640).lr == pytest.approx(2 * base.lr)
+    assert chosen(updates=640).lr == pytest.approx(4 * base.lr)
     assert chosen(updates=10**9).lr == pytest.approx(6 * base.lr)
     without = FinetuneConfig(epochs=1, distillation=DistillationConfig(ikd_weight=0))
     assert chosen(without).lr == pytest.approx(0.2 * base.lr)
@@ -176,3 +176,17 @@ def test_patience_ends_a_run_that_gains_no_more():
     config = FinetuneConfig(epochs=9, lr=0.0, distillation=FULL, patience=2)
     result = finetune(network(3), network(6), batches(), batches(8), config)
     assert result.epochs == 2 and result.best["epoch"] == 0 and CLASSES == 4
+
+
+def test_the_rate_follows_from_the_median_of_several_batches(monkeypatch):
+    found = iter([100.0, 900.0, 120.0, 80.0])
+    seen = []
+    monkeypatch.setattr(
+        "timm_knapsack.training.setup.measure_sharpness",
+        lambda module, images, targets, seed, average: (seen.append(images.sum().item()), next(found))[1],
+    )
+    config = FinetuneConfig(epochs=40, optimizer="sgd", ema_decay=0, distillation=PLAIN)
+    result = finetune(network(2), None, batches(32, 8), None, config)  # 160 updates
+    reach = 0.5 * 4**0.5 * 0.2
+    assert result.config.lr == pytest.approx(reach / 110, rel=0.01)
+    assert len(set(seen)) == 4

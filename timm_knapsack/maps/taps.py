@@ -278,7 +278,7 @@ def listen(model: nn.Module, taps: Sequence[Tap]) -> Iterator[dict[str, torch.Te
     """Collect the maps of one forward: hooks live only inside the ``with``, so the model stays free of them.
 
     No map changes afterwards. An activation that would overwrite its input (``ReLU(inplace=True)``) computes beside it
-    while it is listened to; what a module returns is copied, since the next operation (``x += shortcut``) may change it.
+    while it is listened to; what a module returns is copied: the next operation (``x += shortcut``) may change it.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(inplace=True))

@@ -158,7 +158,7 @@ class _Run:
             self._check_same_run(checkpoint)
             self.config = _with_chosen(config, checkpoint)
         else:
-            self.config, line = fit_to_run(config, accelerator, self.module, self.batches, images, targets)
+            self.config, line = fit_to_run(config, accelerator, self.module, self.batches, len(images))
             if line and accelerator.is_main_process:
                 _logger.info(line)
                 (say or self.progress.print)(line)

@@ -6,12 +6,13 @@ nothing here is a constant of taste; each choice follows from something counted 
 - **optimizer**: SGD for networks with BatchNorm, AdamW for those without (transformers, ConvNeXt).
 - **freeze_bn_stats**: statistics are estimated anew only where a batch holds enough images (`MIN_SHARE` on each
   process) and there are enough updates (`MIN_UPDATES`, several times the memory of a running average).
-- **lr** of SGD: ``reach / sharpness``. The sharpness is the largest curvature of the loss at the start, measured on one
-  batch (`measure_sharpness`): above about ``2 / sharpness`` any start is left in a zigzag, however good. ``reach`` is ½
-  for few updates and grows with their number, to 3 at most: a long run has time to come back. A start that is close to
-  its teacher has little to regain, and so much less to travel (`NEAR`); and where no inner map is held in place, the
-  labels or logits alone pull a good start apart at a rate that inner distillation gains with (`ALONE`). For adaptive
-  optimisers, which rescale the gradient themselves, twice the reach applies to a rate of `ADAPTIVE_LR`.
+- **lr** of SGD: ``reach / sharpness``. The sharpness is the largest curvature of the loss at the start, the median
+  over a few batches (`measure_sharpness`; one alone may be off by three times): above about ``2 / sharpness`` any start
+  is left in a zigzag, however good. ``reach`` is ½ for few updates and grows with the square root of their number, to 4
+  at most: a long run has time to come back, and it ends where the loss is flatter. A start that is close to its
+  teacher has little to regain, and so much less to travel (`NEAR`); and where no inner map is held in place, the labels
+  or logits alone pull a good start apart at a rate that inner distillation gains with (`ALONE`). For adaptive
+  optimisers, which rescale the gradient themselves, twice the reach, which grows slower, applies to `ADAPTIVE_LR`.
 - **warmup_epochs**: a tenth of the updates, at least two and at most `MAX_WARMUP`, from 0.
 - **ema_decay**: an average over the last twentieth of the updates, for runs of at least `EMA_UPDATES`; else none.
 - **label_smoothing**: none beside KD, whose targets are soft already, nor in short runs; else 0.1.
@@ -34,10 +35,12 @@ ALONE = 0.2  # of the rate, without inner distillation
 MAX_LR = 0.1
 ADAPTIVE_LR = 1e-4
 SHORT_RUN = 40  # updates
-REACH, MAX_REACH = 0.5, 3.0  # of a short run, and of any
+REACH, MAX_REACH = 0.5, 4.0  # of a short run, and of any
+ADAPTIVE_GROWTH = 0.25  # power of the number of updates by which the reach of adaptive optimisers grows; ½ for SGD
 MAX_WARMUP = 1000
 EMA_UPDATES = 1000
-SHARPNESS_IMAGES = 64  # in float32, also where training is in bf16: more may not fit
+SHARPNESS_BATCHES = 4  # at the most: from one batch to another of ResNet-56 it moves between 114 and 284
+SHARPNESS_IMAGES = 64  # of each, in float32, also where training is in bf16: more may not fit
 _STEP = 1e-4  # of the finite difference, relative to the norm of all weights
 
 
@@ -109,12 +112,23 @@ def needs_sharpness(config: FinetuneConfig) -> bool:
     return config.lr is None and _is_sgd(config)
 
 
+def sharpness_batches(updates: int) -> int:
+    """On how many batches to measure it: each costs four gradients, which a short run can't spare.
+
+    Example:
+        >>> sharpness_batches(7), sharpness_batches(100), sharpness_batches(3900)
+        (1, 2, 4)
+    """
+    return max(1, min(SHARPNESS_BATCHES, updates // SHORT_RUN))
+
+
 def _is_sgd(config: FinetuneConfig) -> bool:
     return "sgd" in config.optimizer or config.optimizer in ("momentum", "nesterov")
 
 
 def _rate(config: FinetuneConfig, facts: RunFacts) -> float:
-    reach = min(REACH * max(1.0, facts.updates / SHORT_RUN) ** 0.25, MAX_REACH)
+    growth = 0.5 if _is_sgd(config) else ADAPTIVE_GROWTH
+    reach = min(REACH * max(1.0, facts.updates / SHORT_RUN) ** growth, MAX_REACH)
     if facts.distance is not None:
         reach *= min(1.0, math.sqrt(max(facts.distance, 1e-4) / NEAR))
     if not config.distillation.ikd_weight:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,7 +23,15 @@ from .config import FinetuneConfig
 from .distillation import DistillationConfig, DistillationModule
 from .epoch_batches import EpochBatches
 from .processes import check_distribution
-from .run_defaults import RunFacts, choose_kind, choose_rates, describe_choice, measure_sharpness, needs_sharpness
+from .run_defaults import (
+    RunFacts,
+    choose_kind,
+    choose_rates,
+    describe_choice,
+    measure_sharpness,
+    needs_sharpness,
+    sharpness_batches,
+)
 from .same_data import crc32
 
 
@@ -129,10 +138,12 @@ def fit_to_run(
     accelerator: Any,
     module: DistillationModule,
     batches: EpochBatches,
-    images: torch.Tensor,
-    targets: torch.Tensor,
+    share: int,
 ) -> tuple[FinetuneConfig, str]:
     """Fit the ``M_l`` on the first batches, and choose what the config leaves open from where this run starts.
+
+    Args:
+        share: images of a batch on each process.
 
     Returns:
         The config with nothing left open, and a line that says what was chosen; empty where nothing was.
@@ -141,7 +152,7 @@ def fit_to_run(
     facts = RunFacts(
         updates=config.epochs * per_epoch,
         updates_per_epoch=per_epoch,
-        share=len(images),
+        share=share,
         batchnorm=any(isinstance(part, _BatchNorm) for part in module.student.modules()),
     )
     if module.distils and (config.lr is None or module.awaits_data):
@@ -152,7 +163,9 @@ def fit_to_run(
     if needs_sharpness(config):
         train_mode(module, config)
         average = partial(accelerator.reduce, reduction="mean") if accelerator.num_processes > 1 else None
-        facts = replace(facts, sharpness=measure_sharpness(module, images, targets, config.seed, average))
+        some = islice(batches.epoch(0), sharpness_batches(facts.updates))
+        found = [measure_sharpness(module, *batch, config.seed, average) for batch in some]
+        facts = replace(facts, sharpness=statistics.median(found))
     config = choose_rates(config, facts)
     return config, describe_choice(asked, config, facts)
 
