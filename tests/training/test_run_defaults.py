@@ -33,7 +33,7 @@ def test_each_choice_follows_from_its_fact():
     assert chosen(sharpness=1000.0).lr == 0.0005
     assert chosen(distance=0.0002).lr < base.lr == chosen(distance=3.0).lr
     assert chosen(updates=640).lr == pytest.approx(4 * base.lr)
-    assert chosen(updates=10**9).lr == pytest.approx(6 * base.lr)
+    assert chosen(updates=10**9).lr == pytest.approx(8 * base.lr)
     without = FinetuneConfig(epochs=1, distillation=DistillationConfig(ikd_weight=0))
     assert chosen(without).lr == pytest.approx(0.2 * base.lr)
     assert chosen(updates=7).freeze_bn_stats and chosen(share=4).freeze_bn_stats
