@@ -190,3 +190,32 @@ def test_the_rate_follows_from_the_median_of_several_batches(monkeypatch):
     reach = 0.5 * 4**0.5 * 0.2
     assert result.config.lr == pytest.approx(reach / 110, rel=0.01)
     assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize(("faster", "long", "told", "expected"), [
+    (True, True, None, "bf16"), (False, True, None, "no"), (True, False, None, "no"), (True, True, "no", "no"),
+])  # fmt: skip
+def test_bfloat16_is_chosen_for_long_runs_that_gain_by_it(monkeypatch, tmp_path, faster, long, told, expected):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    if told:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", told)
+    for place in ("timm_knapsack.training.setup", "timm_knapsack.maps.precision"):
+        monkeypatch.setattr(f"{place}.bfloat16_is_faster", lambda device: faster)
+    monkeypatch.setattr("timm_knapsack.training.setup.LONG_RUN", 1.0 if long else 1e18)
+    seen, lines = set(), []
+    spy = spied(DistillationModule.forward, lambda: seen.add(torch.is_autocast_enabled("cpu")))
+    monkeypatch.setattr(DistillationModule, "forward", spy)
+    config = FinetuneConfig(epochs=1, distillation=OPEN, output_dir=str(tmp_path), lr=0.001)
+    result = finetune(network(4), network(8), batches(16, 8), None, config, say=lines.append)
+    assert result.config.choices()["mixed_precision"] == expected
+    assert seen == {expected == "bf16"} and ("bfloat16" in lines[0]) == (expected == "bf16")
+    again = finetune(network(4), network(8), batches(16, 8), None, config, resume=True)
+    assert again.config.mixed_precision == expected
+
+
+def spied(function, look):
+    def wrapped(*args):
+        look()
+        return function(*args)
+
+    return wrapped

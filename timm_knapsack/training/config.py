@@ -14,7 +14,7 @@ _WITHOUT_EFFECT = (
     *("output_dir", "overwrite", "checkpoint_every", "eval_every", "log_interval", "trackers", "project", "progress"),
 )
 # Where they are None they follow from the run; `label_smoothing` is a field of `distillation`.
-_FOLLOWING = ("optimizer", "lr", "min_lr", "warmup_epochs", "ema_decay", "freeze_bn_stats")
+_FOLLOWING = ("optimizer", "lr", "min_lr", "warmup_epochs", "ema_decay", "freeze_bn_stats", "mixed_precision")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class FinetuneConfig:
         ema_warmup: let the decay grow from 0 (timm's formula), for short runs.
         grad_accumulation: batches for each update.
         clip_grad: largest norm of the gradient.
-        mixed_precision: "no", "bf16" or "fp16"; None for what ``accelerate launch`` was told.
+        mixed_precision: "no", "bf16" or "fp16"; None for what ``accelerate launch`` was told, and where it was told
+            nothing, bf16 for long runs on hardware that is faster at it.
         freeze_bn_stats: normalise with the running statistics and do not change them; None follows.
         sync_bn: on several GPUs, let BatchNorm see the batches of all of them while it trains.
         seed: of shuffling, augmentation, mixing, dropout.

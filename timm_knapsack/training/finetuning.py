@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import CheckpointError, TrainingError
 from ..files.atomic import settle
+from ..maps.precision import fast_passes
 from .checkpoints import Checkpoint, check_replaceable, first_difference, read_checkpoint, write_checkpoint
 from .config import FinetuneConfig
 from .counters import check_counters
@@ -158,7 +159,7 @@ class _Run:
             self._check_same_run(checkpoint)
             self.config = _with_chosen(config, checkpoint)
         else:
-            self.config, line = fit_to_run(config, accelerator, self.module, self.batches, len(images))
+            self.config, line = fit_to_run(config, accelerator, self.module, self.batches, images)
             if line and accelerator.is_main_process:
                 _logger.info(line)
                 (say or self.progress.print)(line)
@@ -200,6 +201,7 @@ class _Run:
         optimizer = build_optimizer(self.module, config)
         self.scheduler = build_scheduler(optimizer, config, math.ceil(len(self.batches) / config.grad_accumulation))
         self.mix = build_mixing(config, self.classes)
+        self.chose_bfloat16 = (config.mixed_precision, self.accelerator.mixed_precision) == ("bf16", "no")
         self.prepared, self.optimizer = self.accelerator.prepare(self.module, optimizer)
         self.statistics = LastGoodBuffers(self.student)
         self.ema = build_average(self.student, config)
@@ -240,7 +242,8 @@ class _Run:
             if self.mix is not None:
                 images, targets = mixed(self.mix, images, targets)
             with accelerator.no_sync(self.prepared) if position + 1 < window else nullcontext():
-                losses = self.prepared(images, targets)
+                with fast_passes(accelerator.device, self.chose_bfloat16):
+                    losses = self.prepared(images, targets)
                 accelerator.backward(losses.total / window)
             terms += torch.stack([getattr(losses, term).detach().float() for term in _TERMS]) / window
             self.batch += 1

@@ -15,6 +15,8 @@ nothing here is a constant of taste; each choice follows from something counted 
   optimisers, which rescale the gradient themselves, twice the reach, which grows slower, applies to `ADAPTIVE_LR`.
 - **warmup_epochs**: a tenth of the updates, at least two and at most `MAX_WARMUP`, from 0.
 - **ema_decay**: an average over the last twentieth of the updates, for runs of at least `EMA_UPDATES`; else none.
+- **mixed_precision**: bfloat16 for a run of minutes and more, where the hardware is clearly faster at it and nobody
+  told Accelerate anything (`setup`).
 - **label_smoothing**: none beside KD, whose targets are soft already, nor in short runs; else 0.1.
 """
 
@@ -160,6 +162,8 @@ BatchNorm statistics frozen, label smoothing 0
         words.append(f"EMA {chosen.ema_decay:g}" if chosen.ema_decay else "no EMA")
     if asked.distillation.label_smoothing is None:
         words.append(f"label smoothing {chosen.distillation.label_smoothing:g}")
+    if asked.mixed_precision is None and chosen.mixed_precision == "bf16":
+        words.append("bfloat16")
     measured = "" if facts.distance is None else f", KL {facts.distance:.2g} from the teacher"
     measured += "" if facts.sharpness is None else f", sharpness {facts.sharpness:.2g}"
     run = f"{facts.updates} updates of {facts.share} images on each process{measured}"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -19,6 +20,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import DataError, TrainingError
+from ..maps.precision import bfloat16_is_faster, image_macs
+from ..slim.modes import eval_mode
 from .config import FinetuneConfig
 from .distillation import DistillationConfig, DistillationModule
 from .epoch_batches import EpochBatches
@@ -33,6 +36,8 @@ from .run_defaults import (
     sharpness_batches,
 )
 from .same_data import crc32
+
+LONG_RUN = 1e13  # MACs on each process: minutes on a core; below, seconds are not worth a trial of bfloat16
 
 
 def check_accelerator(accelerator: Any, config: FinetuneConfig) -> None:
@@ -138,12 +143,12 @@ def fit_to_run(
     accelerator: Any,
     module: DistillationModule,
     batches: EpochBatches,
-    share: int,
+    images: torch.Tensor,
 ) -> tuple[FinetuneConfig, str]:
     """Fit the ``M_l`` on the first batches, and choose what the config leaves open from where this run starts.
 
     Args:
-        share: images of a batch on each process.
+        images: of a batch on this process.
 
     Returns:
         The config with nothing left open, and a line that says what was chosen; empty where nothing was.
@@ -152,7 +157,7 @@ def fit_to_run(
     facts = RunFacts(
         updates=config.epochs * per_epoch,
         updates_per_epoch=per_epoch,
-        share=share,
+        share=len(images),
         batchnorm=any(isinstance(part, _BatchNorm) for part in module.student.modules()),
     )
     if module.distils and (config.lr is None or module.awaits_data):
@@ -160,6 +165,8 @@ def fit_to_run(
         distance = module.init_from_data(some, reduce=lambda part: accelerator.reduce(part, "sum"))
         facts = replace(facts, distance=distance)
     config = choose_kind(config, facts)
+    if config.mixed_precision is None:
+        config = replace(config, mixed_precision=_precision(config, accelerator, module, images, len(batches)))
     if needs_sharpness(config):
         train_mode(module, config)
         average = partial(accelerator.reduce, reduction="mean") if accelerator.num_processes > 1 else None
@@ -168,6 +175,21 @@ def fit_to_run(
         facts = replace(facts, sharpness=statistics.median(found))
     config = choose_rates(config, facts)
     return config, describe_choice(asked, config, facts)
+
+
+def _precision(
+    config: FinetuneConfig, accelerator: Any, module: DistillationModule, images: torch.Tensor, batches: int
+) -> str:
+    """What the accelerator was told; where nobody told it anything, bfloat16 for a long run that gains by it."""
+    told = accelerator.mixed_precision
+    if told != "no" or "ACCELERATE_MIXED_PRECISION" in os.environ:
+        return told
+    with eval_mode(module.student), torch.no_grad():
+        macs = 3 * image_macs(module.student, images)  # forward and back
+        if module.distils:
+            macs += image_macs(module.teacher, images)
+    long = macs * len(images) * batches * config.epochs >= LONG_RUN
+    return "bf16" if long and bfloat16_is_faster(accelerator.device) else told
 
 
 def train_mode(module: nn.Module, config: FinetuneConfig) -> None:
