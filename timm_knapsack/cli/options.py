@@ -221,11 +221,11 @@ def verb(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]
 
 def _spread_out(function: Callable) -> tuple[dict[str, inspect.Parameter], list[tuple[str, type]]]:
     """The single options of a verb by name, and its groups as (parameter, dataclass)."""
-    hints = get_type_hints(function, include_extras=True)
     options: dict[str, inspect.Parameter] = {}
     groups = []
-    for parameter in inspect.signature(function).parameters.values():
-        kind = hints[parameter.name]
+    # not get_type_hints: Python 3.10 makes an Optional[Annotated[…]] of a None default, and the option loses its name
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        kind = parameter.annotation
         found = [(parameter.name, kind, parameter.default)]
         if is_dataclass(kind):
             groups.append((parameter.name, kind))
