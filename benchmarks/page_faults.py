@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from timm_knapsack.costs.latency.layer_timing import Conditions, time_pass
-from timm_knapsack.costs.latency.steady_memory import memory_kept
+from timm_knapsack.maps.steady_memory import memory_kept
 
 import timm  # isort: skip  (timm_knapsack first: it makes this import work without torchvision's operators)
 

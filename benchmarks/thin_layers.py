@@ -16,7 +16,7 @@ from output import writer
 from torch import Tensor, nn
 
 from timm_knapsack.costs.counted import count_macs
-from timm_knapsack.costs.latency.steady_memory import memory_kept
+from timm_knapsack.maps.steady_memory import memory_kept
 
 import timm  # isort: skip  (timm_knapsack first: it knows the network)
 

@@ -265,6 +265,7 @@ def test_differences_of_bf16_maps_are_squared_in_float32(pair):
     student, teacher, images, targets = pair
     module = make(pair, ikd_at="blocks").eval()
     with torch.autocast("cpu", torch.bfloat16):
+        module._folded = {}  # folded weights round otherwise
         losses = module(images, targets)
         with torch.no_grad():
             maps = [plain_forward(net, images)[1]["blocks"] for net in (student.eval(), teacher)]
@@ -449,3 +450,46 @@ def test_an_activation_that_overwrites_its_input_does_so_again_afterwards():
     assert net[1].inplace
     torch.testing.assert_close(maps["block"], net[0](images))
     assert (maps["block"] < 0).any() and (out >= 0).all()
+
+
+def trained(net):
+    """Norms that do something, so that a fold which forgets one of their numbers shows."""
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for tensor in (module.weight.data, module.running_var):
+                tensor.uniform_(0.5, 2.0)
+            for tensor in (module.bias.data, module.running_mean):
+                tensor.normal_()
+    return net.eval()
+
+
+def test_the_teachers_norms_are_folded_and_nobody_sees_it():
+    torch.manual_seed(0)
+    student, teacher, x = Net(4, 3), trained(Net(4, 8)), torch.randn(4, 3, 8, 8)
+    before = copy.deepcopy(teacher.state_dict())
+    module = DistillationModule(student.eval(), teacher, DistillationConfig(), example=x)
+    losses = module(x, torch.zeros(4, dtype=torch.long))
+    assert len(module._folded) == 8  # 4 convs and the norms behind them
+    (logits, maps), (ours, our_maps) = plain_forward(teacher, x), plain_forward(student, x)
+    ikd = sum((our_maps["blocks"][name] - wanted).square().mean() for name, wanted in maps["blocks"].items()) / 2
+    torch.testing.assert_close(losses.ikd, ikd.detach())
+    torch.testing.assert_close(losses.kd, kd_loss(ours, logits).detach())
+    assert not any("forward" in vars(part) for part in teacher.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+
+
+def test_a_conv_that_others_read_keeps_its_norm():
+    class Peeks(Net):
+        def forward(self, x):
+            x = self.act(self.stem(x))
+            inner = self.blocks[0].conv1(x)
+            y = self.blocks[0].conv2(self.blocks[0].act1(self.blocks[0].bn1(inner)))
+            return self.fc(self.blocks[0].bn2(y).mean((2, 3))) + inner.mean((1, 2, 3)).unsqueeze(1)
+
+    torch.manual_seed(0)
+    teacher, x = trained(Peeks(4, 8)), torch.randn(4, 3, 8, 8)
+    config = DistillationConfig(ikd_weight=0.0)
+    module = DistillationModule(Peeks(4, 3).eval(), teacher, config, example=x)
+    losses = module(x, torch.zeros(4, dtype=torch.long))
+    assert module._folded == {}
+    torch.testing.assert_close(losses.kd, kd_loss(module.student(x), teacher(x)).detach())

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..costs.latency.steady_memory import trim
 from ..errors import KnapsackError
+from ..maps.steady_memory import trim
 from ..models.model_source import ModelSource
 from ..runtimes.kinds import open_runtime
 

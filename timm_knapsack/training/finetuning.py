@@ -13,7 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader
 from ..errors import CheckpointError, TrainingError
 from ..files.atomic import settle
 from ..maps.precision import fast_passes
+from ..maps.stand_ins import sliced_points, standing_in
+from ..maps.steady_memory import memory_kept
 from .checkpoints import Checkpoint, check_replaceable, first_difference, read_checkpoint, write_checkpoint
 from .config import FinetuneConfig
 from .counters import check_counters
@@ -120,7 +122,7 @@ def finetune(
         run.owns_accelerator = own is not None
         progress = run.progress.over(run.config.epochs * len(run.batches))
         synchronised = batchnorm_synchronised(student, accelerator, run.config.sync_bn)
-        with run.stop, progress, lost_process_named(accelerator, run.last), synchronised:
+        with run.stop, progress, lost_process_named(accelerator, run.last), synchronised, run.on_cpu():
             return run.train()
 
 
@@ -208,6 +210,15 @@ class _Run:
         start_trackers(self.accelerator, config)
 
     # ---- train ----
+
+    def on_cpu(self) -> ExitStack:
+        """What passes on a CPU need: memory that stays (a fifth of a step), and no conv whose gradient kills."""
+        needs = ExitStack()
+        if self.accelerator.device.type == "cpu":
+            needs.enter_context(memory_kept())
+            if self.config.mixed_precision == "bf16" or self.accelerator.mixed_precision == "bf16":
+                needs.enter_context(standing_in(sliced_points(self.student)))
+        return needs
 
     def train(self) -> FinetuneResult:
         interrupted = False

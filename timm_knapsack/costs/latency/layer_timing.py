@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import LatencyError
+from ...maps.steady_memory import memory_kept
 from ...runtimes.kinds import RUNTIMES, open_runtime
 from ...runtimes.runtime import Run, Runtime
 from ...slim.copying import copy_with, named_tensors
 from ...slim.example_inputs import example_input
 from .conditions import MeasuringConditions
-from .steady_memory import memory_kept
 
 WARM_UP = 2
 

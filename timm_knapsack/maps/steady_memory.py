@@ -1,10 +1,10 @@
-"""Memory that stays with the process while times are measured.
+"""Memory that stays with the process while the same passes run again and again.
 
 After each pass glibc returns the memory of large activations to the system, or keeps it, by what else is stored
 on the heap. The next pass then waits for every page to be mapped and zeroed again, or does not: efficientnet_b0 at
 batch 1 on two cores took 37 ms in the first case and 23 to 27 ms in the second, in one process
-(``benchmarks/page_faults.py``). Such times can't be compared. Allocators made for servers (jemalloc,
-tcmalloc) keep the memory; so does glibc when it is told to.
+(``benchmarks/page_faults.py``). Such times can't be compared, and training waits for nothing. Allocators made for
+servers (jemalloc, tcmalloc) keep the memory; so does glibc when it is told to.
 """
 
 import ctypes

@@ -10,7 +10,7 @@ import resource, sys
 from contextlib import nullcontext
 import timm_knapsack, timm  # as where times are measured; in a process with torch alone one block of three is not kept
 import torch
-from timm_knapsack.costs.latency.steady_memory import memory_kept
+from timm_knapsack.maps.steady_memory import memory_kept
 
 def pass_():
     for size in (5, 40, 80):  # MB: under and over what glibc ever keeps by itself
