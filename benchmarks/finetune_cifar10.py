@@ -16,6 +16,7 @@ The rows of 2026-11-16, in results/finetune_cifar10.txt, began from Taylor score
 
 import argparse
 import copy
+import itertools
 import json
 import time
 from datetime import datetime, timezone
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1024, help="to choose and recover with")
     parser.add_argument("--train-images", type=int, help="fewer training images; all by default")
     parser.add_argument("--precision", choices=["no", "bf16"], help="what follows from the run by default")
+    parser.add_argument("--mixing", nargs="+", type=float, default=[None], help="mix_prob of mixup and cutmix")
     parser.add_argument("--validate", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("~/.cache/timm-knapsack/finetune_cifar10").expanduser())
@@ -61,8 +63,9 @@ def main() -> None:
         for share in options.budgets:
             for choice in options.choices:
                 for loss in options.losses:
-                    for lr in options.lr:
-                        run(options, {"share": share, "choice": choice, "loss": loss, "seed": seed, "lr": lr})
+                    for lr, mixing in itertools.product(options.lr, options.mixing):
+                        row = {"share": share, "choice": choice, "loss": loss, "seed": seed, "lr": lr}
+                        run(options, row | ({} if mixing is None else {"mixing": mixing}))
 
 
 def run(options: argparse.Namespace, row: dict) -> None:
@@ -79,10 +82,11 @@ def run(options: argparse.Namespace, row: dict) -> None:
     )  # fmt: skip
     kd, ikd = LOSSES[row["loss"]]
     name = "-".join(str(value) for value in row.values()).replace("[", "").replace("]", "")
+    mixing = {"mixup": 1.0, "cutmix": 1.0, "mix_prob": row["mixing"]} if row.get("mixing") else {}
     config = tk.FinetuneConfig(
         epochs=row["epochs"], lr=row["lr"], weight_decay=5e-4, seed=row["seed"], output_dir=str(options.work / name),
         distillation=tk.DistillationConfig(kd_weight=kd, ikd_weight=ikd), mixed_precision=row["precision"],
-        checkpoint_every=50, progress=False,
+        checkpoint_every=50, progress=False, **mixing,
     )  # fmt: skip
     student, teacher = (copy.deepcopy(net).to(memory_format=torch.channels_last) for net in (start, teacher))
     began = time.monotonic()

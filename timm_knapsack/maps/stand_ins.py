@@ -82,8 +82,8 @@ def folded_norms(
         with torch.no_grad():
             scale = (norm.running_var.double() + norm.eps).rsqrt()
             scale = scale if norm.weight is None else scale * norm.weight.double()
-            shift = -norm.running_mean.double() if conv.bias is None else conv.bias.double() - norm.running_mean.double()
-            bias = shift * scale if norm.bias is None else shift * scale + norm.bias.double()
+            shift = (0.0 if conv.bias is None else conv.bias.double()) - norm.running_mean.double()
+            bias = shift * scale + (0.0 if norm.bias is None else norm.bias.double())
             weight = (conv.weight.double() * scale.reshape(-1, 1, 1, 1)).to(conv.weight)
         forwards[conv] = partial(conv._conv_forward, weight=weight, bias=bias.to(conv.weight))
         forwards[norm] = partial(_activated, norm) if isinstance(norm, BatchNormAct2d) else _unchanged

@@ -224,7 +224,7 @@ class DistillationModule(nn.Module):
 
     @torch.no_grad()
     def _fold(self, images: torch.Tensor) -> dict[nn.Module, Callable]:
-        """Stand-ins with which the teacher's convs do the work of its norms; none where that changes what it returns."""
+        """Stand-ins with which the teacher's convs do their norms' work; none where that changes what it returns."""
         with torch.autocast(images.device.type, enabled=False):
             images = images.to(next(self.teacher.parameters()).dtype)
             norm_after = watch_execution(self.teacher, images).norm_after
