@@ -95,6 +95,7 @@ ROOMS = {
     ),
     "distillation": (
         "training/distillation.py",
+        "training/losses.py",
         [
             "training/test_distillation_edges.py",
             "training/test_distillation.py",

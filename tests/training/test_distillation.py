@@ -15,7 +15,8 @@ import timm  # isort: skip
 from timm_knapsack.errors import TrainingError
 from timm_knapsack.maps.taps import Tap, find_blocks, find_convs, find_stages, find_taps, listen
 from timm_knapsack.training import distillation
-from timm_knapsack.training.distillation import DistillationConfig, DistillationModule, SquaredDistance, kd_loss
+from timm_knapsack.training.distillation import DistillationConfig, DistillationModule
+from timm_knapsack.training.losses import SquaredDistance, kd_loss
 
 
 class Block(nn.Module):
@@ -265,7 +266,7 @@ def test_differences_of_bf16_maps_are_squared_in_float32(pair):
     student, teacher, images, targets = pair
     module = make(pair, ikd_at="blocks").eval()
     with torch.autocast("cpu", torch.bfloat16):
-        module._folded = {}  # folded weights round otherwise
+        module._fold = lambda images: {}  # folded weights round otherwise
         losses = module(images, targets)
         with torch.no_grad():
             maps = [plain_forward(net, images)[1]["blocks"] for net in (student.eval(), teacher)]
@@ -476,6 +477,10 @@ def test_the_teachers_norms_are_folded_and_nobody_sees_it():
     torch.testing.assert_close(losses.kd, kd_loss(ours, logits).detach())
     assert not any("forward" in vars(part) for part in teacher.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+    nn.init.constant_(teacher.blocks[0].bn1.weight, 3.0)  # other weights than those that were folded
+    again = module(x, torch.zeros(4, dtype=torch.long)).kd
+    torch.testing.assert_close(again, kd_loss(ours, plain_forward(teacher, x)[0]).detach())
+    assert not torch.allclose(again, losses.kd)
 
 
 def test_a_conv_that_others_read_keeps_its_norm():

@@ -13,14 +13,8 @@ from torch.nn import functional as F
 from timm_knapsack.errors import TrainingError
 from timm_knapsack.slim.channel_config import ChannelConfig
 from timm_knapsack.training import distillation
-from timm_knapsack.training.distillation import (
-    DistillationConfig,
-    DistillationModule,
-    ce_loss,
-    check_choice,
-    check_number,
-    kd_loss,
-)
+from timm_knapsack.training.distillation import DistillationConfig, DistillationModule, check_choice, check_number
+from timm_knapsack.training.losses import ce_loss, kd_loss, project
 
 
 def test_the_defaults_are_those_of_the_documentation():
@@ -238,7 +232,7 @@ def test_rows_are_summed_in_portions_to_the_same():
 @pytest.mark.parametrize("shape, dim", [((2, 3), 1), ((2, 5, 3), 2), ((2, 3, 4, 5), 1), ((2, 4, 5, 3), 3)])
 def test_channels_in_any_layout(shape, dim):
     features, weight = torch.randn(shape), torch.randn(7, 3)
-    projected = distillation._project(weight, features, dim)
+    projected = project(weight, features, dim)
     expected = (features.movedim(dim, -1) @ weight.T).movedim(-1, dim)
     torch.testing.assert_close(projected, expected)
     assert torch.equal(distillation._rows(features, dim), features.movedim(dim, -1).reshape(-1, 3))

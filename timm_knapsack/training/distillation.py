@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ..errors import TrainingError
 from ..maps.batches import images_of
@@ -30,6 +29,7 @@ from ..maps.walk import watch_execution
 from ..slim.channel_config import ChannelConfig
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
+from .losses import SquaredDistance, ce_loss, kd_loss, project
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, whole: bool = False) -> None:
@@ -154,7 +154,8 @@ class DistillationModule(nn.Module):
         self.student = student
         self.projections = nn.ParameterDict()  # "/" for "." in the names: a parameter's name has no dot
         self._outside = (teacher,)  # in a tuple, which nn.Module does not register
-        self._folded: dict[nn.Module, Callable] | None = None  # stand-ins for the teacher's norms, once they are known
+        self._folded: dict[nn.Module, Callable] = {}  # stand-ins for the teacher's convs and norms
+        self._folded_of: list = []  # the state of the teacher that they were made of
         self.taps: list[Tap] = []
         self._channel_dim: dict[str, int] = {}
         self.awaits_data = False
@@ -174,7 +175,6 @@ class DistillationModule(nn.Module):
     def to(self, *args, **kwargs):
         if self.teacher is not None:
             self.teacher.to(*args, **kwargs)
-            self._folded = None
         return super().to(*args, **kwargs)
 
     def load_state_dict(self, *args, **kwargs):
@@ -259,8 +259,8 @@ class DistillationModule(nn.Module):
         if self.distils:
             self.teacher.eval()  # whatever the caller did to it in between
             teacher_images = images if teacher_images is None else teacher_images
-            if self._folded is None:
-                self._folded = self._fold(teacher_images[:2])
+            if self._folded_of != (now := _state_of(self.teacher)):
+                self._folded, self._folded_of = self._fold(teacher_images[:2]), now
             with torch.no_grad(), standing_in(self._folded):
                 teacher_logits, teacher_maps = self._run(self.teacher, teacher_images)
         logits, maps = self._run(self.student, images)
@@ -275,7 +275,7 @@ class DistillationModule(nn.Module):
     def _distance(self, tap: Tap, student_map: torch.Tensor, teacher_map: torch.Tensor) -> torch.Tensor:
         if tap.name in self._channel_dim:
             weight = self.projections[tap.name.replace(".", "/")]
-            student_map = _project(weight, student_map, self._channel_dim[tap.name])
+            student_map = project(weight, student_map, self._channel_dim[tap.name])
         mean = self.config.ikd_reduction == "mean"
         return SquaredDistance.apply(student_map, teacher_map, student_map.numel() if mean else len(student_map))
 
@@ -320,63 +320,10 @@ class DistillationModule(nn.Module):
         return nats / count
 
 
-def ce_loss(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Cross-entropy with labels or probabilities, mean over the images that have one; 0 where none has.
-
-    Example:
-        >>> round(ce_loss(torch.zeros(3, 2), torch.tensor([0, -1, 1])).item(), 4)  # log 2
-        0.6931
-        >>> ce_loss(torch.zeros(3, 2), torch.tensor([-1, -1, -1])).item()
-        0.0
-    """
-    if targets.is_floating_point():
-        return F.cross_entropy(logits.float(), targets, label_smoothing=label_smoothing)
-    options = {"ignore_index": -1, "reduction": "sum", "label_smoothing": label_smoothing}
-    return F.cross_entropy(logits.float(), targets, **options) / (targets >= 0).sum().clamp_min(1)
-
-
-def kd_loss(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Cross-entropy of the student's softmax with the teacher's, mean over the batch, times ``T²``.
-
-    Example:
-        >>> round(kd_loss(torch.zeros(4, 2), torch.zeros(4, 2)).item(), 4)  # log 2
-        0.6931
-    """
-    probabilities = F.softmax(teacher_logits.float() / temperature, dim=1)
-    return F.cross_entropy(logits.float() / temperature, probabilities) * temperature**2
-
-
-class SquaredDistance(torch.autograd.Function):
-    """``Σ (student − teacher)² / divisor``, squared and summed in float32 also where the maps are bfloat16.
-
-    It keeps the difference alone, in the maps' own type, whose rounding is below that of the maps themselves:
-    ``mse_loss`` of ``.float()`` copies takes two to seven times as long on bfloat16 maps, and twice the memory. The
-    teacher gets no gradient.
-
-    Example:
-        >>> float(SquaredDistance.apply(torch.ones(2, 3), torch.zeros(2, 3), 6))
-        1.0
-    """
-
-    @staticmethod
-    def forward(ctx, student_map: torch.Tensor, teacher_map: torch.Tensor, divisor: int) -> torch.Tensor:
-        gap = student_map - teacher_map
-        ctx.save_for_backward(gap)
-        ctx.scale, ctx.dtype = 2.0 / divisor, student_map.dtype
-        return gap.float().square().sum() / divisor
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (gap,) = ctx.saved_tensors
-        return (gap * (gradient * ctx.scale)).to(ctx.dtype), None, None
-
-
-def _project(weight: torch.Tensor, features: torch.Tensor, dim: int) -> torch.Tensor:
-    """``weight`` times the channels of ``features``: a bias-free 1 × 1 conv in whichever layout."""
-    if dim == features.ndim - 1:
-        return F.linear(features, weight)
-    return F.conv2d(features, weight[:, :, None, None])
+def _state_of(model: nn.Module) -> list:
+    """What changes with any of a model's tensors: where it is, and how often it was written."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [(t.data_ptr(), t.device, t.dtype, 0 if t.is_inference() else t._version) for t in tensors]
 
 
 def _rows(features: torch.Tensor, dim: int) -> torch.Tensor:
