@@ -16,7 +16,7 @@ The rows of 2026-11-16, in results/finetune_cifar10.txt, began from Taylor score
 
 import argparse
 import copy
-import itertools
+import dataclasses
 import json
 import time
 from datetime import datetime, timezone
@@ -27,11 +27,14 @@ from finetune_starts import CHOICES, starting_point
 from real_networks import CIFAR
 
 import timm_knapsack as tk
+from timm_knapsack.images.augmentation import Augmentation
 from timm_knapsack.images.loaders import create_loader
 from timm_knapsack.training.evaluation import evaluate
 
 LOSSES = {"ce": (0.0, 0.0), "kd": (1.0, 0.0), "ikd": (1.0, 20.0)}  # λ_KD, λ_IKD
 RESULTS = Path(__file__).resolve().parent / "results" / "finetune_cifar10.jsonl"
+VIEWS = {field.name for field in dataclasses.fields(Augmentation)}
+TERMS = {field.name for field in dataclasses.fields(tk.DistillationConfig)}
 SPLITS = {False: ("train", "test"), True: ("train[:45000]", "train[45000:]")}  # --validate
 
 
@@ -48,7 +51,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1024, help="to choose and recover with")
     parser.add_argument("--train-images", type=int, help="fewer training images; all by default")
     parser.add_argument("--precision", choices=["no", "bf16"], help="what follows from the run by default")
-    parser.add_argument("--mixing", nargs="+", type=float, default=[None], help="mix_prob of mixup and cutmix")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of configs and augmentation, to try")
     parser.add_argument("--validate", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("~/.cache/timm-knapsack/finetune_cifar10").expanduser())
@@ -63,30 +66,31 @@ def main() -> None:
         for share in options.budgets:
             for choice in options.choices:
                 for loss in options.losses:
-                    for lr, mixing in itertools.product(options.lr, options.mixing):
-                        row = {"share": share, "choice": choice, "loss": loss, "seed": seed, "lr": lr}
-                        run(options, row | ({} if mixing is None else {"mixing": mixing}))
+                    for lr in options.lr:
+                        run(options, {"share": share, "choice": choice, "loss": loss, "seed": seed, "lr": lr})
 
 
 def run(options: argparse.Namespace, row: dict) -> None:
     names = ("net", "epochs", "batch_size", "images", "train_images", "precision", "validate")
-    row = {**row, **{name: getattr(options, name) for name in names}}
+    row = {**row, **{name: getattr(options, name) for name in names}, "set": sorted(options.set)}
     if any(row.items() <= known.items() for known in rows(options.out)):
         return
     teacher, start = starting_point(row["net"], row["choice"], row["share"], row["images"])
+    given = {name: json.loads(value) for name, value in (each.split("=") for each in row["set"])}
+    augmentation = {name: given.pop(name) for name in VIEWS & given.keys()}
     train_split, eval_split = SPLITS[row["validate"]]
     test = create_loader(CIFAR, teacher, split=eval_split, batch_size=100)
     train = create_loader(
         CIFAR, teacher, split=train_split, batch_size=row["batch_size"], training=True, seed=row["seed"],
-        limit=row["train_images"],
+        limit=row["train_images"], augmentation=augmentation or None,
     )  # fmt: skip
     kd, ikd = LOSSES[row["loss"]]
     name = "-".join(str(value) for value in row.values()).replace("[", "").replace("]", "")
-    mixing = {"mixup": 1.0, "cutmix": 1.0, "mix_prob": row["mixing"]} if row.get("mixing") else {}
+    terms = {"kd_weight": kd, "ikd_weight": ikd} | {n: v for n, v in given.items() if n in TERMS}
     config = tk.FinetuneConfig(
         epochs=row["epochs"], lr=row["lr"], weight_decay=5e-4, seed=row["seed"], output_dir=str(options.work / name),
-        distillation=tk.DistillationConfig(kd_weight=kd, ikd_weight=ikd), mixed_precision=row["precision"],
-        checkpoint_every=50, progress=False, **mixing,
+        distillation=tk.DistillationConfig(**terms), mixed_precision=row["precision"], checkpoint_every=50,
+        progress=False, **{name: value for name, value in given.items() if name not in TERMS},
     )  # fmt: skip
     student, teacher = (copy.deepcopy(net).to(memory_format=torch.channels_last) for net in (start, teacher))
     began = time.monotonic()
@@ -100,6 +104,7 @@ def run(options: argparse.Namespace, row: dict) -> None:
         "macs": round(tk.count_macs(student) / tk.count_macs(teacher), 4),
         "original": original,
         "curve": [round(one["top1"], 2) for one in result.evaluations],  # the first is the start
+        "losses": [round(one["loss"], 4) for one in result.evaluations],
         "lost": round(original - result.last_top1, 2),
         "choices": result.config.choices(),
     }

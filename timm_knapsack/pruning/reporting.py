@@ -87,7 +87,7 @@ def _lines(search: OneBudget, found: Candidate):
     for name in dict.fromkeys([*(name for name, kind in COSTS.items() if kind.always), *asked]):
         kind = COSTS[name]
         if kind.count is not None and len(inputs_of(model)) <= 1:
-            numbers = kind.count(model, size), kind.count(found.slim, size)
+            numbers = shorter.counted_original(kind), kind.count(found.slim, size)
         else:  # by a formula: nothing to count, or nothing to count with, where one image is not enough
             cost = asked.get(name) or kind.cost(shorter.model, groups, None)
             whole = originals.get(name) or kind.cost(model, shorter.original_groups, None).at(

@@ -11,6 +11,7 @@ from ..channels.find_groups import find_channel_groups
 from ..channels.verification import without_groups
 from ..costs.cost import Cost
 from ..costs.kinds import COSTS
+from ..costs.registry import CostKind
 from ..errors import KnapsackError
 from ..maps.branches import Branch, removed_by
 from ..slim.channel_config import ChannelConfig
@@ -41,6 +42,7 @@ class Shorter:
     left: tuple[int, ...]
     blocks: tuple[str, ...] = ()
     removed: Mapping[str, str] = field(default_factory=dict)
+    _counted: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of_whole(cls, model: nn.Module, groups: ChannelGroups) -> "Shorter":
@@ -64,6 +66,12 @@ class Shorter:
                 cost = COSTS[name].cost(self.model, self.groups, table) if shorter is None else shorter
             costs.append(cost)
         return costs, whole
+
+    def counted_original(self, kind: CostKind) -> float:
+        """What the original costs by count, counted once for all budgets."""
+        if kind.name not in self._counted:
+            self._counted[kind.name] = kind.count(self.original, tuple(self.original_groups.input_shape[1:]))
+        return self._counted[kind.name]
 
     def recorded(self, config: ChannelConfig) -> ChannelConfig:
         """The config of a network that was cut out of this one, with what is gone besides."""
