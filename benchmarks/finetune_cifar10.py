@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1024, help="to choose and recover with")
     parser.add_argument("--train-images", type=int, help="fewer training images; all by default")
     parser.add_argument("--precision", choices=["no", "bf16"], help="what follows from the run by default")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of configs and augmentation, to try")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of configs, augmentation")
     parser.add_argument("--validate", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("~/.cache/timm-knapsack/finetune_cifar10").expanduser())
