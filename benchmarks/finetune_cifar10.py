@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, row: dict) -> None:
     name = "-".join(str(value) for value in row.values()).replace("[", "").replace("]", "")
     terms = {"kd_weight": kd, "ikd_weight": ikd} | {n: v for n, v in given.items() if n in TERMS}
     config = tk.FinetuneConfig(
-        epochs=row["epochs"], lr=row["lr"], weight_decay=5e-4, seed=row["seed"], output_dir=str(options.work / name),
+        epochs=row["epochs"], lr=row["lr"], seed=row["seed"], output_dir=str(options.work / name),
         distillation=tk.DistillationConfig(**terms), mixed_precision=row["precision"], checkpoint_every=50,
         progress=False, **{name: value for name, value in given.items() if name not in TERMS},
     )  # fmt: skip
