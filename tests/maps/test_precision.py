@@ -78,3 +78,16 @@ def test_a_class_token_that_is_handed_to_a_module_is_counted():
     net.head.bias.requires_grad_(False)
     assert not precision.is_large(net, torch.zeros(1, 3, 32, 32))
     assert [name for name, p in net.named_parameters() if not p.requires_grad] == ["head.bias"]
+
+
+@pytest.mark.parametrize(("slow_in", "gains"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_step_is_tried_in_both(monkeypatch, slow_in, gains):
+    """A CPU that multiplies bfloat16 faster may still be slower at the gradients of some convs."""
+    clock = [0.0]
+    monkeypatch.setattr(precision, "bfloat16_is_faster", lambda device: True)
+    monkeypatch.setattr(precision.time, "process_time", lambda: clock[0])
+
+    def step():
+        clock[0] += 3.0 if (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == slow_in else 1.0
+
+    assert precision.step_gains(step, CPU) == gains

@@ -199,8 +199,14 @@ def test_bfloat16_is_chosen_for_long_runs_that_gain_by_it(monkeypatch, tmp_path,
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     if told:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", told)
-    for place in ("timm_knapsack.training.setup", "timm_knapsack.maps.precision"):
-        monkeypatch.setattr(f"{place}.bfloat16_is_faster", lambda device: faster)
+
+    def trial(step, device):
+        with torch.autocast("cpu", torch.bfloat16, enabled=faster):
+            step()  # as it would be timed
+        return faster
+
+    monkeypatch.setattr("timm_knapsack.training.setup.step_gains", trial)
+    monkeypatch.setattr("timm_knapsack.maps.precision.bfloat16_is_faster", lambda device: faster)
     monkeypatch.setattr("timm_knapsack.training.setup.LONG_RUN", 1.0 if long else 1e18)
     seen, lines = set(), []
     spy = spied(DistillationModule.forward, lambda: seen.add(torch.is_autocast_enabled("cpu")))

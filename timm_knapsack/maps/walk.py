@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .precision import fast_passes
+from .precision import depthwise, fast_passes
 from .stand_ins import sliced_points, standing_in
 from .taps import find_blocks, the_map
 
@@ -213,7 +213,8 @@ class Walk:
         """The current segment's output for a batch; hooks and stand-ins inside the segment take effect."""
         args, kwargs = self._fresh(batch) if self._base == self.position else self._capture(batch)
         safe = sliced_points(self.module) if gradients else {}
-        with torch.set_grad_enabled(gradients), self._passes(batch), standing_in(safe):
+        fast = not (gradients and self.batches[batch].device.type == "cpu" and depthwise(self.module))
+        with torch.set_grad_enabled(gradients), self._passes(batch, fast), standing_in(safe):
             return self.module(*args, **kwargs)
 
     def rest(self, batch: int, model: nn.Module | None = None) -> Any:
@@ -270,8 +271,8 @@ class Walk:
 
     # ---- how it is done
 
-    def _passes(self, batch: int) -> AbstractContextManager:
-        return fast_passes(self.batches[batch].device, self._fast and batch != self.probe)
+    def _passes(self, batch: int, fast: bool = True) -> AbstractContextManager:
+        return fast_passes(self.batches[batch].device, fast and self._fast and batch != self.probe)
 
     def _few(self, batch: int) -> Tensor:
         images = self.batches[batch]

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from ..errors import KnapsackError
 from ..maps.batches import image_batches, varied
+from ..maps.channels_last import channels_last
 from ..maps.distance import gives_logits, output_distance
-from ..maps.precision import fast_passes
+from ..maps.precision import fast_passes, step_gains
 from ..maps.stand_ins import sliced_points, standing_in
 from ..maps.taps import Tap, alike_channels, block_taps, listen
 from ..maps.views import mixed_views, random_views
@@ -117,7 +118,7 @@ def _refine(student, teacher, loader, kept, epochs, images, accelerator, seed) -
     try:
         for parameter in trainable:
             parameter.requires_grad_(True)
-        with eval_mode(student, teacher):
+        with eval_mode(student, teacher), channels_last(student, teacher):
             return _Refining(student, teacher, pixels, kept, epochs, accelerator, seed).run()
     finally:
         for parameter, was in zip(trainable, wanted, strict=True):
@@ -167,6 +168,7 @@ class _Refining:
         with torch.no_grad():
             self.logits = gives_logits(teacher, teacher(pixels[:1]))
         self.taps, self.channels = _comparable_taps(student, teacher, kept, pixels[:2])
+        self.fast = False  # the student's passes, in bfloat16
 
     def _own(self, images: Tensor) -> Tensor:
         """This process's share."""
@@ -183,6 +185,7 @@ class _Refining:
         start = best = self._held_out_distances(references)
         state, kept_step = _copied(self.student), 0
         self.step = self._fitting_step(self._mean(start), references)
+        self.fast = step_gains(self._gradients_of_a_step, self.device)
         checks = {round(self.steps * (number + 1) / CHECKS) for number in range(CHECKS)}
         for step in range(1, self.steps + 1):
             self._step(optimizer, step)
@@ -229,6 +232,9 @@ class _Refining:
         self._share_gradients()
         optimizer.step()
 
+    def _gradients_of_a_step(self) -> None:
+        torch.autograd.grad(self._loss(self._views(1)), list(self.student.parameters()), allow_unused=True)
+
     def _views(self, step: int) -> Tensor:
         """Mixed views of the images whose turn it is; every image comes once in each round, or twice."""
         turns = max(1, len(self.images) // self.batch)
@@ -243,7 +249,7 @@ class _Refining:
         with torch.no_grad(), fast_passes(self.device), listen(self.teacher, self.taps) as theirs:
             wanted = self.teacher(images)
         safe = standing_in(sliced_points(self.student))
-        with fast_passes(self.device), safe, listen(self.student, self.taps) as ours:
+        with fast_passes(self.device, self.fast), safe, listen(self.student, self.taps) as ours:
             made = self.student(images)
         if self.logits:
             log_p, log_q = (x.float().div(TEMPERATURE).log_softmax(1) for x in (wanted, made))

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import CheckpointError, TrainingError
 from ..files.atomic import settle
+from ..maps.channels_last import channels_last
 from ..maps.precision import fast_passes
 from ..maps.stand_ins import sliced_points, standing_in
 from ..maps.steady_memory import memory_kept
@@ -117,13 +118,16 @@ def finetune(
     if accelerator is None:
         accelerator = own = start_accelerator(config.mixed_precision, config.trackers, config.output_dir)
     check_accelerator(accelerator, config)
-    with only_run_in(config.output_dir, accelerator):
+    with only_run_in(config.output_dir, accelerator), channels_last(student, teacher) as laid:
         run = _Run(student, teacher, train_loader, eval_loader, config, accelerator, kept, resume, say)
         run.owns_accelerator = own is not None
         progress = run.progress.over(run.config.epochs * len(run.batches))
         synchronised = batchnorm_synchronised(student, accelerator, run.config.sync_bn)
         with run.stop, progress, lost_process_named(accelerator, run.last), synchronised, run.on_cpu():
-            return run.train()
+            result = run.train()
+        if result.model is not student and student in laid:
+            laid.append(result.model)
+        return result
 
 
 class _Run:

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import DataError, TrainingError
-from ..maps.precision import bfloat16_is_faster, image_macs
+from ..maps.precision import image_macs, step_gains
+from ..maps.stand_ins import sliced_points, standing_in
 from ..slim.modes import eval_mode
 from .config import FinetuneConfig
 from .distillation import DistillationConfig, DistillationModule
@@ -38,6 +39,7 @@ from .run_defaults import (
 from .same_data import crc32
 
 LONG_RUN = 1e13  # MACs on each process: minutes on a core; below, seconds are not worth a trial of bfloat16
+TRIED_IMAGES = 16  # of that trial
 
 
 def check_accelerator(accelerator: Any, config: FinetuneConfig) -> None:
@@ -188,8 +190,19 @@ def _precision(
         macs = 3 * image_macs(module.student, images)  # forward and back
         if module.distils:
             macs += image_macs(module.teacher, images)
-    long = macs * len(images) * batches * config.epochs >= LONG_RUN
-    return "bf16" if long and bfloat16_is_faster(accelerator.device) else told
+    if macs * len(images) * batches * config.epochs < LONG_RUN:
+        return told
+    some = images[:TRIED_IMAGES].float()
+    targets = torch.full((len(some),), -1, device=some.device)
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+
+    def step() -> None:
+        loss = module(some, targets).total if module.distils else module.student(some).float().square().mean()
+        torch.autograd.grad(loss, weights, allow_unused=True)
+
+    with eval_mode(module.student), standing_in(sliced_points(module.student)):
+        gains = torch.tensor(float(step_gains(step, accelerator.device)), device=accelerator.device)
+    return "bf16" if float(accelerator.reduce(gains, "mean")) == 1 else told  # only where all processes gain
 
 
 def train_mode(module: nn.Module, config: FinetuneConfig) -> None:
