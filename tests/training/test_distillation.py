@@ -398,10 +398,24 @@ def test_module_errors(pair):
     with pytest.raises(TrainingError, match="no batch"):
         DistillationModule(student, teacher, example=images).init_from_data([])
     flat = nn.Sequential(nn.Conv2d(3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 5))
+    single = nn.Sequential(nn.Conv2d(3, 5, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with pytest.raises(TrainingError, match="looked for a member of an nn"):
-        DistillationModule(copy.deepcopy(flat), flat, example=images)
+        DistillationModule(copy.deepcopy(single), single, example=images)
     with pytest.raises(TrainingError, match="which the student does not have"):
         DistillationModule(flat, teacher, DistillationConfig(ikd_at="blocks"), example=images)
+
+
+def test_a_network_without_blocks_is_read_at_its_layers_before_the_last(pair):
+    def network(width):
+        convs = nn.Conv2d(3, width, 1), nn.ReLU(), nn.Conv2d(width, 2 * width, 1), nn.ReLU()
+        return nn.Sequential(*convs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 4), nn.Linear(4, 2))
+
+    *_, images, targets = pair
+    kept = {"0": [0, 2], "2": [1, 3, 4, 7]}
+    module = DistillationModule(network(2), network(4), DistillationConfig(ikd_init="selection"), kept, images)
+    assert [tap.name for tap in module.taps] == ["0", "2", "6"]
+    assert {name: tuple(weight.shape) for name, weight in module.projections.items()} == {"0": (4, 2), "2": (8, 4)}
+    assert module(images, targets % 2).ikd > 0
 
 
 def test_maps_that_differ_in_more_than_channels_are_refused(pair):

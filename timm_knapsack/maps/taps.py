@@ -139,6 +139,16 @@ def find_convs(model: nn.Module) -> list[str]:
     ]
 
 
+def find_layers(model: nn.Module) -> list[str]:
+    """Names of every ``Conv2d`` and ``Linear`` but the last, which gives the outputs.
+
+    Example:
+        >>> find_layers(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 2)))
+        ['0', '3']
+    """
+    return [name for name, module in model.named_modules() if isinstance(module, _WEIGHTED)][:-1]
+
+
 def alike_channels(
     teacher: nn.Module, name: str, kept: Mapping[str, torch.Tensor], wide: Any, slim: Any
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -186,6 +196,7 @@ def makers_at(teacher: nn.Module, name: str, wide: int) -> list[str]:
 def find_taps(model: nn.Module, at: str | Sequence[str], example: torch.Tensor) -> list[Tap]:
     """The taps of ``at`` (``"convs"``, ``"blocks"``, ``"stages"`` or module names), from one forward of ``example``.
 
+    A network without blocks (VGG, LeNet) has a tap at each conv and linear but the last instead.
     The activation that ends a block is found by running it: it is the one whose output *is* the block's output. An
     activation that is called as a function (``F.relu``) can't be seen, and the block's own output is taken then.
 
@@ -197,10 +208,13 @@ def find_taps(model: nn.Module, at: str | Sequence[str], example: torch.Tensor) 
     finders = {"convs": find_convs, "blocks": find_blocks, "stages": find_stages}
     named_by_user = not isinstance(at, str)
     names = list(at) if named_by_user else finders[at](model)
+    if not names and at == "blocks":
+        names = find_layers(model)
     if not names:
         looked_for = {
             "convs": "an nn.Conv2d, or an nn.Linear inside a block",
-            "blocks": "a member of an nn.Sequential, ModuleList or ModuleDict with two or more convs or linears",
+            "blocks": "a member of an nn.Sequential, ModuleList or ModuleDict with two or more convs or linears, and "
+            "for any conv or linear before the last",
             "stages": "blocks under the modules of model.feature_info",
         }
         raise TrainingError(

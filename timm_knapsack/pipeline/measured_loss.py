@@ -9,10 +9,54 @@ import torch
 from torch import nn
 
 from ..maps.batches import images_of, labels_of
+from ..maps.channels_last import side_by_side
 from ..maps.distance import class_scores, gives_logits, output_distance
 from ..pruning.result import LossLine
 from ..slim.example_inputs import example_dtype
 from ..slim.modes import eval_mode
+
+
+class Yardstick:
+    """What slim networks have lost against one original, whose outputs on at most 512 images are computed once.
+
+    Example:
+        >>> Yardstick(model, loader).loss_of(model, recovered=False).measured
+        0.0
+    """
+
+    def __init__(self, original: nn.Module, loader: Iterable):
+        device, dtype = next(original.parameters()).device, example_dtype(original)
+        self.images = 0
+        images, labels = [], []
+        for batch in loader:
+            images.append(images_of(batch).to(device, dtype)[: LossLine.MOST_IMAGES - self.images])
+            known = labels_of(batch)
+            labels.append(None if known is None else known.to(device)[: len(images[-1])])
+            self.images += len(images[-1])
+            if self.images >= LossLine.MOST_IMAGES:
+                break
+        images = side_by_side(images, original)
+        with eval_mode(original), torch.no_grad():
+            self._seen = [(x, y, original(x)) for x, y in zip(images, labels, strict=True)]
+        self._logits = all(gives_logits(original, outputs) for _, _, outputs in self._seen)
+
+    def loss_of(self, slim: nn.Module, *, recovered: bool) -> LossLine:
+        """Compare the outputs; with labels, the accuracies too."""
+        distance, same, right = 0.0, 0, [0, 0]
+        labelled = self._logits and all(labels is not None for _, labels, _ in self._seen)
+        with eval_mode(slim), torch.no_grad():
+            for x, labels, before in self._seen:
+                after = slim(x)
+                distance += float(output_distance(before, after, self._logits).double().sum())
+                if self._logits:
+                    classes = class_scores(before).argmax(1), class_scores(after).argmax(1)
+                    same += int((classes[0] == classes[1]).sum())
+                    if labelled:
+                        right = [r + int((c == labels).sum()) for r, c in zip(right, classes, strict=True)]
+        top1 = [100 * r / self.images for r in right] if labelled else [None, None]
+        kind = "KL divergence" if self._logits else "squared error"
+        agreement = same / self.images if self._logits else None
+        return LossLine(kind, distance / self.images, self.images, recovered, agreement, *top1)
 
 
 def measure_loss(slim: nn.Module, original: nn.Module, loader: Iterable, *, recovered: bool) -> LossLine:
@@ -22,30 +66,7 @@ def measure_loss(slim: nn.Module, original: nn.Module, loader: Iterable, *, reco
         >>> measure_loss(model, model, loader, recovered=False).measured
         0.0
     """
-    device = next(slim.parameters()).device
-    distance, same, images = 0.0, 0, 0
-    right = [0, 0]
-    labelled = logits = True
-    with eval_mode(slim, original), torch.no_grad():
-        for batch in loader:
-            x = images_of(batch).to(device, example_dtype(slim))[: LossLine.MOST_IMAGES - images]
-            labels = labels_of(batch)
-            before, after = original(x), slim(x)
-            logits = gives_logits(original, before)
-            distance += float(output_distance(before, after, logits).double().sum())
-            images += len(x)
-            labelled = labelled and labels is not None and logits
-            if logits:
-                seen = class_scores(before).argmax(1), class_scores(after).argmax(1)
-                same += int((seen[0] == seen[1]).sum())
-                if labelled:
-                    labels = labels.to(device)[: len(x)]
-                    right = [r + int((s == labels).sum()) for r, s in zip(right, seen, strict=True)]
-            if images >= LossLine.MOST_IMAGES:
-                break
-    top1 = [100 * r / images for r in right] if labelled else [None, None]
-    kind = "KL divergence" if logits else "squared error"
-    return LossLine(kind, distance / images, images, recovered, same / images if logits else None, *top1)
+    return Yardstick(original, loader).loss_of(slim, recovered=recovered)
 
 
 def recovered_if_better(
@@ -64,9 +85,10 @@ def recovered_if_better(
         >>> loss.recovered, warning.partition(":")[0]
         (False, 'recovery was taken back')
     """
-    before, state = measure_loss(slim, original, loader, recovered=False), copy.deepcopy(slim.state_dict())
+    yardstick = Yardstick(original, loader)
+    before, state = yardstick.loss_of(slim, recovered=False), copy.deepcopy(slim.state_dict())
     recover()
-    after = measure_loss(slim, original, loader, recovered=True)
+    after = yardstick.loss_of(slim, recovered=True)
     if after.measured <= before.measured or math.isnan(before.measured):
         return after, ""
     slim.load_state_dict(state)

@@ -9,6 +9,7 @@ to "a little of each", each is quickly refitted, and what is lost in fact, on im
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,7 @@ from ..recovery.closed_form import recover_layers
 from ..slim.channel_groups import ChannelGroups
 from ..values.curves import ValueCurves
 from ..values.measured_curves import split_held_out
-from .measured_loss import measure_loss
+from .measured_loss import Yardstick
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,14 @@ class Tryout:
         self.fitted, self.seen = split_held_out(batches) if self.enough else ([], [])
         self.held = self.seen + [random_views(x, seed=number, share=1.0) for number, x in enumerate(self.seen)]
 
+    @cached_property
+    def yardstick(self) -> Yardstick:
+        return Yardstick(self.model, self.held)
+
     def loss(self, result: PruneResult) -> float:
         """Refits the result's network, in place."""
         recover_layers(result.model, self.model, self.fitted, kept=result.kept_channels, joint=0, views=False)
-        return measure_loss(result.model, self.model, self.held, recovered=True).measured
+        return self.yardstick.loss_of(result.model, recovered=True).measured
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import KnapsackError
 from ..maps.batches import image_batches, varied
+from ..maps.channels_last import side_by_side
 from ..maps.gram import products
 from ..maps.patches import draw_positions, groups_of, outputs, patches
 from ..maps.precision import is_large
@@ -117,6 +118,7 @@ def recover_layers(
         batches = varied(image_batches(loader, images, device, dtype))
         if views and sum(map(len, batches)) <= FEW_IMAGES and all(batch.dim() == 4 for batch in batches):
             batches = [x for n, batch in enumerate(batches) for x in (batch, random_views(batch, seed=n, share=1.0))]
+        batches = side_by_side(batches, student, teacher)
         return _Recovery(student, teacher, batches, kept, ridge, joint, accelerator).run()
 
 

@@ -118,8 +118,8 @@ def _refine(student, teacher, loader, kept, epochs, images, accelerator, seed) -
     try:
         for parameter in trainable:
             parameter.requires_grad_(True)
-        with eval_mode(student, teacher), channels_last(student, teacher):
-            return _Refining(student, teacher, pixels, kept, epochs, accelerator, seed).run()
+        with eval_mode(student, teacher), channels_last(student, teacher, images=pixels) as layout:
+            return _Refining(student, teacher, layout.lay(pixels), layout, kept, epochs, accelerator, seed).run()
     finally:
         for parameter, was in zip(trainable, wanted, strict=True):
             parameter.requires_grad_(was)
@@ -155,9 +155,9 @@ def _held_out(count: int) -> Tensor:
 
 
 class _Refining:
-    def __init__(self, student, teacher, pixels, kept, epochs, accelerator, seed):
+    def __init__(self, student, teacher, pixels, layout, kept, epochs, accelerator, seed):
         self.student, self.teacher, self.accelerator, self.seed = student, teacher, accelerator, seed
-        self.device = pixels.device
+        self.device, self.lay = pixels.device, layout.lay
         held = _held_out(len(pixels))
         fitted = pixels[~held]
         self.held = self._own(torch.cat([pixels[held], random_views(pixels[held], seed, share=1.0)]))
@@ -243,7 +243,7 @@ class _Refining:
         chosen = order[turn * self.batch : (turn + 1) * self.batch].to(self.device)
         rank = 0 if self.accelerator is None else self.accelerator.process_index
         views = mixed_views(self.images[chosen], seed=(self.seed * 1009 + rank) * 1_000_002 + step)
-        return views.contiguous(memory_format=torch.channels_last)
+        return self.lay(views)
 
     def _loss(self, images: Tensor) -> Tensor:
         with torch.no_grad(), fast_passes(self.device), listen(self.teacher, self.taps) as theirs:

@@ -56,6 +56,7 @@ class DistillationConfig:
         temperature: ``T`` of KD; the term is scaled by ``T²``.
         ikd_weight: λ_IKD; 0 turns the term off (as the paper does for EfficientNet).
         ikd_at: ``"convs"`` (each conv, and each linear inside a block), ``"blocks"``, ``"stages"``, or module names.
+            Blocks of a network that has none are its convs and linears before the last.
         ikd_reduction: ``"mean"`` over elements and layers (the published code), or ``"sum"`` (the paper's equation).
         ikd_init: ``M_l`` starts as the ``"ridge"`` solution on a few batches, or as the ``"selection"`` of the kept
             channels. Layers of equal width have no ``M_l``.

@@ -27,6 +27,7 @@ from ..maps.channels_last import channels_last
 from ..maps.precision import fast_passes
 from ..maps.stand_ins import sliced_points, standing_in
 from ..maps.steady_memory import memory_kept
+from ..slim.example_inputs import example_dtype
 from .checkpoints import Checkpoint, check_replaceable, first_difference, read_checkpoint, write_checkpoint
 from .config import FinetuneConfig
 from .counters import check_counters
@@ -118,22 +119,22 @@ def finetune(
     if accelerator is None:
         accelerator = own = start_accelerator(config.mixed_precision, config.trackers, config.output_dir)
     check_accelerator(accelerator, config)
-    with only_run_in(config.output_dir, accelerator), channels_last(student, teacher) as laid:
-        run = _Run(student, teacher, train_loader, eval_loader, config, accelerator, kept, resume, say)
+    with only_run_in(config.output_dir, accelerator), ExitStack() as stack:
+        run = _Run(student, teacher, train_loader, eval_loader, config, accelerator, kept, resume, say, stack)
         run.owns_accelerator = own is not None
         progress = run.progress.over(run.config.epochs * len(run.batches))
         synchronised = batchnorm_synchronised(student, accelerator, run.config.sync_bn)
         with run.stop, progress, lost_process_named(accelerator, run.last), synchronised, run.on_cpu():
             result = run.train()
-        if result.model is not student and student in laid:
-            laid.append(result.model)
+        if result.model is not student and student in run.laid:
+            run.laid.append(result.model)
         return result
 
 
 class _Run:
     """One fine-tuning run: everything that changes while it trains, and how to save and restore it."""
 
-    def __init__(self, student, teacher, train_loader, eval_loader, config, accelerator, kept, resume, say):
+    def __init__(self, student, teacher, train_loader, eval_loader, config, accelerator, kept, resume, say, stack):
         self.config, self.student, self.accelerator = config, student, accelerator
         self.owns_accelerator = False
         self.output = Path(config.output_dir) if config.output_dir else None
@@ -157,6 +158,8 @@ class _Run:
         images, targets = first[0]
         self.unlabelled = has_no_labels(targets)
         self.classes = check_labels(student, images[:2], targets)
+        few = images[:2].to(accelerator.device, example_dtype(student))
+        self.laid = stack.enter_context(channels_last(student, teacher, images=few)).models
         self.module = DistillationModule(student, teacher, config.distillation, kept, images[:2])
         check_something_to_learn(config.distillation, targets)
         self.identity = describe_run(config, accelerator, self.module, len(self.batches))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import ScoreError
 from ..maps.batches import image_batches
+from ..maps.channels_last import side_by_side
 from ..maps.distance import gives_logits, output_distance
 from ..maps.patches import flat_weight
 from ..maps.precision import is_large
@@ -78,8 +79,8 @@ def value_curves(
         raise ScoreError(f"{model_name(model)} has no channels that can be removed: {why}")
     if count < 2:
         raise ScoreError("value curves need at least two images, one to fit on and one to measure on; a few hundred do")
-    fitted, held = split_held_out(batches)
     networks = [model] if original is None else [model, original]
+    fitted, held = split_held_out(side_by_side(batches, *networks))
     with eval_mode(*networks), torch.no_grad(), _bar(progress) as bar:
         pass_ = _Measuring(model, groups, original, fitted, held, widths, accelerator, bar)
         curves = pass_.run()
