@@ -42,7 +42,7 @@ def test_several_steps_meet_the_budget_and_say_what_they_kept(network, steps):
     alone = tk.slice_model(model, groups, result.keep)
     shapes = {name: value.shape for name, value in alone.state_dict().items()}
     assert shapes == {name: value.shape for name, value in result.model.state_dict().items()}
-    kept = kept_outputs(groups, result.keep)
+    kept = kept_outputs(groups, result.keep, model)
     assert all(torch.equal(result.kept_channels[name], index) for name, index in kept.items())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert result.model.channel_config == result.channel_config

@@ -135,7 +135,7 @@ def test_recovery_brings_a_pruned_model_nearer_to_its_teacher(name):
     inner = [g.name for g in groups if sum(s.role == "out" for s in g.slices) == 1]
     keep = {n: range(0, groups[n].size, 2) for n in inner}
     slim = tk.slice_model(model, groups, keep)
-    kept = kept_outputs(groups, groups.check_keep(keep))
+    kept = kept_outputs(groups, groups.check_keep(keep), model)
     with torch.no_grad():
         before = (slim(x) - model(x)).square().mean()
         teacher_state = copy.deepcopy(model.state_dict())
@@ -185,7 +185,7 @@ def test_a_layer_without_a_closed_form_is_left_alone_and_named(caplog):
     keep = {g.name: range(0, g.size, 2) for g in groups}
     slim = tk.slice_model(net, groups, keep)
     with caplog.at_level(logging.INFO):
-        fits = recover_layers(slim, net, [images(8, 8)], kept=kept_outputs(groups, groups.check_keep(keep)))
+        fits = recover_layers(slim, net, [images(8, 8)], kept=kept_outputs(groups, groups.check_keep(keep), net))
     skipped = {fit.name: fit.skipped for fit in fits if fit.skipped}
     assert skipped == {"again": "it runs 2 times in one forward pass"}
     assert "again" in caplog.text
@@ -199,7 +199,7 @@ def test_what_is_planned_is_what_is_done(name):
     net = timm.create_model(name, num_classes=4, **size).eval()
     groups = tk.find_channel_groups(net, torch.zeros(1, 3, 32, 32), verify="none")
     keep = {g.name: range(g.size if g.is_stream else (g.size + 1) // 2) for g in groups}
-    slim, kept = tk.slice_model(net, groups, keep).eval(), kept_outputs(groups, groups.check_keep(keep))
+    slim, kept = tk.slice_model(net, groups, keep).eval(), kept_outputs(groups, groups.check_keep(keep), net)
     planned = planned_layers(slim, net, images(2, 32), kept=kept, images=8)
     before = copy.deepcopy(slim.state_dict())
     fits = {fit.name: fit for fit in recover_layers(slim, net, [images(8, 32)], kept=kept, joint=0, views=False)}

@@ -113,7 +113,7 @@ def chain(act, norm=False):
 def halved(net, names=("0.first",)):
     groups = tk.find_channel_groups(net, torch.zeros(1, 3, 10, 10))
     keep = {name: range(groups[name].size // 2) for name in names}
-    return tk.slice_model(net, groups, keep), kept_outputs(groups, groups.check_keep(keep))
+    return tk.slice_model(net, groups, keep), kept_outputs(groups, groups.check_keep(keep), net)
 
 
 def error(net, rounds, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_block_that_ends_with_a_shortcut_conv(rounds, monkeypatch):
     net = WithShortcuts().eval()
     groups = tk.find_channel_groups(net, torch.zeros(1, 3, 10, 10))
     keep = {f"blocks.{i}.conv1": range(8) for i in range(2)} | {"stem": range(6)}
-    slim, kept = tk.slice_model(net, groups, keep), kept_outputs(groups, groups.check_keep(keep))
+    slim, kept = tk.slice_model(net, groups, keep), kept_outputs(groups, groups.check_keep(keep), net)
     x = images(32, seed=9)
     with torch.no_grad():
         lost = (slim(x) - net(x)).square().mean()

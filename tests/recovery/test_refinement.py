@@ -34,7 +34,7 @@ def pair():
     groups = mixed_groups(teacher)
     keep = {group.name: range((group.size + 1) // 2) for group in groups}
     student = tk.slice_model(teacher, groups, keep).eval()
-    return student, teacher, kept_outputs(groups, groups.check_keep(keep))
+    return student, teacher, kept_outputs(groups, groups.check_keep(keep), teacher)
 
 
 def distance(student, teacher, images):

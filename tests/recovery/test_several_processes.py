@@ -24,7 +24,7 @@ def noise(count, size=8, batch=16, seed=0):
 
 def halved(model, groups):
     keep = {group.name: range((group.size + 1) // 2) for group in groups}
-    return tk.slice_model(model, groups, keep).eval(), kept_outputs(groups, groups.check_keep(keep))
+    return tk.slice_model(model, groups, keep).eval(), kept_outputs(groups, groups.check_keep(keep), model)
 
 
 def network(kind):
@@ -161,7 +161,7 @@ def test_without_rounds_a_layer_is_the_ridge_regression_on_the_students_features
     net = nn.Sequential(nn.Conv2d(3, 10, 1), nn.ReLU(), nn.Conv2d(10, 6, 1), nn.ReLU(), nn.Conv2d(6, 4, 1)).eval()
     groups = tk.find_channel_groups(net, torch.zeros(1, 3, 8, 8))
     keep = {"0": range(5), "2": range(6)}
-    slim, kept = tk.slice_model(net, groups, keep), kept_outputs(groups, groups.check_keep(keep))
+    slim, kept = tk.slice_model(net, groups, keep), kept_outputs(groups, groups.check_keep(keep), net)
     x = torch.cat(noise(32))
     tk.recover(slim, net, noise(32), kept=kept, ridge=1e-9, views=False)
     with torch.no_grad():

@@ -248,8 +248,8 @@ def test_the_config_of_a_cut_says_what_changed_and_nothing_else():
     params = ("conv1.weight", "conv1.bias", "scale", "running_mean")
     assert one_less.widths == {"conv2.weight": {1: 5}, **{param: {0: 5} for param in params}}
     assert one_less.kept == {"conv1.weight": {0: (0, 1, 2, 3, 4)}}
-    kept = kept_outputs(groups, {"conv1": [0, 2]})
-    assert list(kept) == ["conv1"] and kept["conv1"].tolist() == [0, 2] and kept_outputs(groups, {}) == {}
+    kept = kept_outputs(groups, {"conv1": [0, 2]}, net)
+    assert list(kept) == ["conv1"] and kept["conv1"].tolist() == [0, 2] and kept_outputs(groups, {}, net) == {}
     features = {"class": "FeatureListNet", "out_indices": (1,)}
     assert channel_config_of(groups, {}, "net", None, features).features == features
 

@@ -130,7 +130,7 @@ def count_activations(model: nn.Module, input_size=None) -> int:
     example = torch.empty(example_input(model, input_size), device="meta", dtype=example_dtype(model))
     try:
         return _count(on_meta(model), inputs_like(example, "meta"), hold=True)
-    except RuntimeError:  # a model that asks for values can't run on the meta device
+    except (RuntimeError, TypeError):  # a model that asks for values can't run on the meta device
         real = copy_with(model, lambda _, t: torch.zeros_like(t, device="cpu") if t.is_meta else t).eval()
         device = next((t.device for _, t in named_tensors(real)), torch.device("cpu"))
         with sdpa_kernel(SDPBackend.MATH):  # attention taken apart, as on the meta device

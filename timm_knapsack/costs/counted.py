@@ -86,7 +86,7 @@ def count_macs(model: nn.Module, input_size=None) -> int:
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             shadow(*inputs_like(example, "meta"))
-    except RuntimeError:  # a model that asks for values can't run on the meta device
+    except (RuntimeError, TypeError):  # a model that asks for values can't run on the meta device
         real = copy_with(model, lambda _, t: torch.zeros_like(t, device="cpu") if t.is_meta else t).eval()
         device = next((t.device for _, t in named_tensors(real)), torch.device("cpu"))
         # attention taken apart, as on the meta device: torch has no formula for the CPU's fused one

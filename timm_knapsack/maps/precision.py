@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..slim.modes import eval_mode
+
 log = logging.getLogger(__name__)
 
 LEAST_MACS = 300e6  # of one image; below, passes take so little that float32 costs nobody's patience
@@ -65,14 +67,32 @@ def fast_passes(device: torch.device, wanted: bool = True) -> AbstractContextMan
     return torch.autocast(device.type, torch.bfloat16)
 
 
-def is_large(model: nn.Module, images: Tensor) -> bool:
-    """Does one image take so much computing that the precision of passes matters for time?
+def passes_gain(model: nn.Module, images: Tensor) -> bool:
+    """Does one image take so much computing that the precision of passes matters for time, and do they run in bfloat16?
 
     Example:
-        >>> is_large(nn.Conv2d(3, 8, 3), torch.zeros(1, 3, 32, 32))
+        >>> passes_gain(nn.Conv2d(3, 8, 3), torch.zeros(1, 3, 32, 32))
         False
     """
-    return image_macs(model, images) >= LEAST_MACS
+    return image_macs(model, images) >= LEAST_MACS and runs_in_bfloat16(model, images)
+
+
+def runs_in_bfloat16(model: nn.Module, images: Tensor) -> bool:
+    """Is this device faster in bfloat16, and does the model run so? Autocast does not know every layer.
+
+    Example:
+        >>> runs_in_bfloat16(nn.Conv2d(3, 8, 3), torch.zeros(1, 3, 8, 8, device="meta"))
+        False
+    """
+    if not bfloat16_is_faster(images.device):
+        return False
+    with eval_mode(model), torch.no_grad(), fast_passes(images.device):
+        try:
+            model(images[:2])
+        except RuntimeError as error:  # "All tensors must have the same dtype": nn.Bilinear, or a user's own code
+            log.info("passes stay in float32: in bfloat16 the network ends with %s", error)
+            return False
+    return True
 
 
 def image_macs(model: nn.Module, images: Tensor) -> float:
@@ -109,6 +129,8 @@ def bfloat16_is_faster(device: torch.device) -> bool:
 def step_gains(step: Callable[[], Any], device: torch.device) -> bool:
     """Is this step, forward and back, clearly faster in bfloat16? On a CPU it is tried, three times in each precision.
 
+    A step that does not run in bfloat16 gains nothing by it.
+
     Example:
         >>> step_gains(lambda: None, torch.device("meta"))
         False
@@ -124,7 +146,13 @@ def step_gains(step: Callable[[], Any], device: torch.device) -> bool:
             step()
         return time.process_time() - start
 
-    taken = [(seconds(False), seconds(True)) for _ in range(3)][1:]  # the first warms up
+    seconds(False)  # what fails in float32 fails here, as itself
+    try:
+        seconds(True)
+    except RuntimeError as error:
+        log.info("a step stays in float32: in bfloat16 it ends with %s", error)
+        return False
+    taken = [(seconds(False), seconds(True)) for _ in range(2)]
     gain = min(whole for whole, _ in taken) / max(min(half for _, half in taken), 1e-9)
     log.info("a step in bfloat16 is %.2f times as fast as in float32", gain)
     return gain >= LEAST_GAIN

@@ -14,7 +14,7 @@ from ..slim.channel_config import ChannelConfig, features_of, model_name
 from ..slim.channel_groups import ChannelGroups
 from ..slim.cutting import channel_config_of, kept_outputs
 from ..slim.example_inputs import own_image_size
-from ..slim.kept_channels import composed, shared_too
+from ..slim.kept_channels import composed
 from ..slim.turned_heads import turned_of
 from ..slim.wrappers import bare
 from ..values.group_values import GroupValues
@@ -81,7 +81,7 @@ def _pruned(shorter: Shorter, values: GroupValues, limits: Limits, budget: Budge
     config = search.shorter.recorded(_config(search.model, search.groups, found.keep, base_args))
     found.slim.channel_config = config
     report = report_of(search, found, time.perf_counter() - start)
-    kept_channels = shared_too(kept_outputs(search.groups, found.keep), found.slim)
+    kept_channels = kept_outputs(search.groups, found.keep, found.slim)
     return PruneResult(found.slim, found.keep, config, report, kept_channels)
 
 

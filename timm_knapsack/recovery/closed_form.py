@@ -27,7 +27,7 @@ from ..maps.batches import image_batches, varied
 from ..maps.channels_last import side_by_side
 from ..maps.gram import products
 from ..maps.patches import draw_positions, groups_of, outputs, patches
-from ..maps.precision import is_large
+from ..maps.precision import passes_gain
 from ..maps.taps import alike_channels, block_taps, the_map
 from ..maps.views import random_views
 from ..maps.walk import PROBE_IMAGES, Segment, Walk, find_segments, hooked, kept_bytes, watch_execution
@@ -174,7 +174,7 @@ class _Recovery:
         batches = [batches[number] for number in numbers]
         self.execution = watch_execution(student, few)
         segments = find_segments(student, self.execution.order)
-        fast = is_large(teacher, few)
+        fast = passes_gain(teacher, few)
         self.ours = Walk(student, batches, segments, probe=few, fast=fast)
         self.theirs = Walk(teacher, batches, segments, probe=few, fast=fast, steady=True)
         foreign = dict.fromkeys(layers_of_other_positions(student, teacher, few), OTHER_POSITIONS)

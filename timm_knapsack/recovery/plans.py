@@ -136,6 +136,8 @@ class Planner:
 
     def _no_closed_form(self, name: str, x: Tensor, y: Tensor, is_output: bool) -> str:
         layer = self.walk.modules[name]
+        if "weight" not in layer._parameters:
+            return "its weight is computed from other parameters (weight norm or the like)"
         try:
             columns = patches(layer, x)
         except ValueError as error:

@@ -22,7 +22,7 @@ from ..errors import KnapsackError
 from ..maps.batches import image_batches, varied
 from ..maps.channels_last import channels_last
 from ..maps.distance import gives_logits, output_distance
-from ..maps.precision import fast_passes, step_gains
+from ..maps.precision import fast_passes, runs_in_bfloat16, step_gains
 from ..maps.stand_ins import sliced_points, standing_in
 from ..maps.taps import Tap, alike_channels, block_taps, listen
 from ..maps.views import mixed_views, random_views
@@ -168,6 +168,7 @@ class _Refining:
         with torch.no_grad():
             self.logits = gives_logits(teacher, teacher(pixels[:1]))
         self.taps, self.channels = _comparable_taps(student, teacher, kept, pixels[:2])
+        self.fast_teacher = runs_in_bfloat16(teacher, pixels)
         self.fast = False  # the student's passes, in bfloat16
 
     def _own(self, images: Tensor) -> Tensor:
@@ -246,7 +247,7 @@ class _Refining:
         return self.lay(views)
 
     def _loss(self, images: Tensor) -> Tensor:
-        with torch.no_grad(), fast_passes(self.device), listen(self.teacher, self.taps) as theirs:
+        with torch.no_grad(), fast_passes(self.device, self.fast_teacher), listen(self.teacher, self.taps) as theirs:
             wanted = self.teacher(images)
         safe = standing_in(sliced_points(self.student))
         with fast_passes(self.device, self.fast), safe, listen(self.student, self.taps) as ours:

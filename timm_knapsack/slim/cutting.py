@@ -11,7 +11,7 @@ from .attributes import apply_attributes, sync_layer
 from .channel_config import ChannelConfig
 from .channel_groups import ChannelGroups
 from .copying import copy_with, named_tensors
-from .kept_channels import layer_of
+from .kept_channels import of_layers, shared_too
 from .removed_blocks import without_modules
 from .wrappers import bare
 
@@ -133,10 +133,13 @@ def channel_config_of(
     )
 
 
-def kept_outputs(groups: ChannelGroups, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``{layer: indices of its output channels that stay}`` for the layers that lose some."""
-    kept = _outputs(groups, groups.check_keep(keep))
-    return {layer_of(name): index for name, dims in kept.items() for index in dims.values()}
+def kept_outputs(groups: ChannelGroups, keep: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """``{layer: indices of its output channels that stay}`` for the layers that lose some.
+
+    Args:
+        model: that was cut, or the slim one: it says which layers a parameter belongs to.
+    """
+    return shared_too(of_layers(_outputs(groups, groups.check_keep(keep)), model), model)
 
 
 def _outputs(groups: ChannelGroups, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:

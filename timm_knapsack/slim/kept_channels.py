@@ -56,7 +56,7 @@ def kept_of(student: nn.Module, teacher: nn.Module | None) -> dict[str, Tensor]:
         {'layer1.0.conv1': tensor([0, 2])}
     """
     ours, theirs = (getattr(model, "channel_config", None) for model in (student, teacher))
-    result = {}
+    result: dict[str, dict[int, Tensor]] = {}
     for name, dims in ours.kept.items() if isinstance(ours, ChannelConfig) else ():
         for dim, index in dims.items():
             if isinstance(theirs, ChannelConfig) and dim in theirs.widths.get(name, {}):
@@ -70,8 +70,30 @@ def kept_of(student: nn.Module, teacher: nn.Module | None) -> dict[str, Tensor]:
                         "is it the model that was pruned?"
                     )
                 index = [place[channel] for channel in index]
-            result[layer_of(name)] = torch.tensor(index)
-    return shared_too(result, student)
+            result.setdefault(name, {})[dim] = torch.tensor(index)
+    return shared_too(of_layers(result, student), student)
+
+
+def of_layers(kept: Mapping[str, Mapping[int, Tensor]], model: nn.Module) -> dict[str, Tensor]:
+    """``{layer: its output channels that stay}`` of ``{parameter: {dim: …}}``.
+
+    A weight that is used backwards, too, makes channels along both dims; a layer's own are along one of them.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(4, 4, 1))
+        >>> of_layers({"0.weight": {0: torch.tensor([1]), 1: torch.tensor([2, 3])}}, net)
+        {'0': tensor([1])}
+    """
+    modules = dict(model.named_modules())
+    result = {}
+    for name, dims in kept.items():
+        layer = layer_of(name)
+        backwards = isinstance(modules.get(layer), nn.modules.conv._ConvTransposeNd)
+        if layer not in modules:  # a parameter that is used without a layer
+            result[layer] = list(dims.values())[-1]
+        elif int(backwards) in dims:
+            result[layer] = dims[int(backwards)]
+    return result
 
 
 def shared_too(kept: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -83,9 +105,9 @@ def shared_too(kept: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor
         >>> list(shared_too({"0": torch.tensor([1])}, net))
         ['0', '1']
     """
-    modules = dict(model.named_modules())
-    owners = {id(modules[name].weight): name for name in kept if hasattr(modules.get(name), "weight")}
-    aliases = {name: owners.get(id(getattr(module, "weight", None))) for name, module in modules.items()}
+    weights = {name: module._parameters.get("weight") for name, module in model.named_modules()}
+    owners = {weights[name]: name for name in kept if weights.get(name) is not None}
+    aliases = {name: owners.get(weight) for name, weight in weights.items()}
     return {**kept, **{name: kept[owner] for name, owner in aliases.items() if owner and name not in kept}}
 
 
@@ -95,5 +117,8 @@ def layer_of(parameter: str) -> str:
     Example:
         >>> layer_of("layer1.0.conv1.weight")
         'layer1.0.conv1'
+        >>> layer_of("conv1.parametrizations.weight.original0")     # torch's weight norm
+        'conv1'
     """
-    return parameter.rsplit(".", 1)[0]
+    owner, parametrized, _ = parameter.partition(".parametrizations.")
+    return owner if parametrized else parameter.rpartition(".")[0] or parameter

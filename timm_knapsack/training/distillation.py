@@ -12,6 +12,7 @@ batch, so that several processes with equal batches average to the same number a
   of 20 to 30) or ``"sum"`` (as the equation, and a mean over the batch).
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from ..slim.channel_config import ChannelConfig
 from ..slim.kept_channels import kept_of
 from ..slim.modes import eval_mode
 from .losses import SquaredDistance, ce_loss, kd_loss, project
+
+_logger = logging.getLogger(__name__)
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, whole: bool = False) -> None:
@@ -203,8 +206,10 @@ class DistillationModule(nn.Module):
             raise TrainingError(
                 f"student and teacher give different outputs: {tuple(logits.shape)} and {tuple(teacher_logits.shape)}"
             )
+        dims = self._channel_dims(maps, teacher_maps)
+        self.taps = [tap for tap in self.taps if tap.name in dims]
         for tap in self.taps:
-            dim = _channel_dim(tap, maps.get(tap.name), teacher_maps[tap.name])
+            dim = dims[tap.name]
             if dim is not None:  # equal widths need no M_l
                 self._channel_dim[tap.name] = dim
                 shape = teacher_maps[tap.name].shape[dim], maps[tap.name].shape[dim]
@@ -215,6 +220,21 @@ class DistillationModule(nn.Module):
                     self.awaits_data = True
                 device = next(student.parameters()).device
                 self.projections[tap.name.replace(".", "/")] = nn.Parameter(weight.to(device))
+
+    def _channel_dims(self, student: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict[str, int | None]:
+        """`_channel_dim` of each tap. Maps that can't be compared are an error only where a user named them."""
+        dims, error = {}, None
+        for tap in self.taps:
+            try:
+                dims[tap.name] = _channel_dim(tap, student.get(tap.name), teacher[tap.name])
+            except TrainingError as found:
+                error = found
+                if not isinstance(self.config.ikd_at, str):
+                    raise
+                _logger.info("inner distillation leaves out %s", found)
+        if error is not None and not dims:
+            raise error
+        return dims
 
     def _run(self, model: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         with listen(model, self.taps) as maps:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..maps.branches import Branch
 from ..maps.distance import gives_logits, output_distance
-from ..maps.precision import is_large
+from ..maps.precision import passes_gain
 from ..maps.walk import Walk, find_segments, watch_execution
 from ..slim.modes import eval_mode
 from ..slim.removed_blocks import without_modules
@@ -30,7 +30,7 @@ def branch_losses(model: nn.Module, branches: Sequence[Branch], batches: Sequenc
     with eval_mode(model), torch.no_grad():
         probe = batches[0][:2]
         segments = find_segments(model, watch_execution(model, probe).order)
-        walk = Walk(model, batches, segments, fast=is_large(model, probe))
+        walk = Walk(model, batches, segments, fast=passes_gain(model, probe))
         references = [walk.rest(number) for number in range(len(batches))]
         logits = gives_logits(model, references[0])
         for number, segment in enumerate(segments):

@@ -22,7 +22,7 @@ from ..maps.batches import image_batches
 from ..maps.channels_last import side_by_side
 from ..maps.distance import gives_logits, output_distance
 from ..maps.patches import flat_weight
-from ..maps.precision import is_large
+from ..maps.precision import passes_gain
 from ..maps.walk import Execution, Segment, Walk, find_segments, hooked, kept_bytes, watch_execution
 from ..slim.channel_config import model_name
 from ..slim.channel_groups import ChannelGroup, ChannelGroups
@@ -120,7 +120,7 @@ class _Measuring:
         self.measured_groups = [family.group for family in self.families.values()]
         self.execution: Execution = watch_execution(model, fitted[0][:2])
         self.probe = fitted[0][:8]  # the same on every process
-        self.fast = is_large(model, self.probe)
+        self.fast = passes_gain(model, self.probe)
         self.fitted, self.seeds, self.total = *self._own(fitted), len(fitted)
         self.held, _ = self._own(held)
         self.readers = {g.name: readers_of(g, self.modules, self.execution) for g in self.measured_groups}
@@ -286,6 +286,8 @@ class _Measuring:
         gone[self.families[group.name].units(kept)] = False
         for name, (weight, shift) in cut.weights.get(count, {}).items():
             layer = modules[name]
+            if "weight" not in layer._parameters:  # it is computed from others (weight norm): nothing can be written
+                continue
             stay = torch.ones(weight.shape[1], dtype=torch.bool)
             for reader in cut.readers:
                 if reader.layer == name:
