@@ -27,6 +27,7 @@ from torch import nn
 
 import timm_knapsack as tk
 from timm_knapsack.maps.batches import image_batches
+from timm_knapsack.maps.channels_last import side_by_side
 from timm_knapsack.maps.patches import count_positions, flat_weight
 from timm_knapsack.maps.walk import hooked
 from timm_knapsack.recovery.closed_form import JOINT_STEPS
@@ -80,7 +81,7 @@ def gram_products(model: nn.Module, images: list[torch.Tensor]) -> tuple[float, 
 def rows(name: str, count: int) -> list[str]:
     network = NETWORKS[name]()
     model = network.model
-    images = image_batches(network.train(batch_size=BATCH, limit=count))
+    images = side_by_side(image_batches(network.train(batch_size=BATCH, limit=count)), model)  # as recover does
     groups = tk.find_channel_groups(model)
     scores = tk.taylor_scores(model, groups, None, criterion="magnitude")
     result = tk.prune(model, scores=scores, groups=groups, budget=tk.Budget(macs=0.5), min_keep=0.34)
