@@ -5,11 +5,12 @@
     python benchmarks/finetune_cifar10.py --validate --losses ikd --lr 0.01 0.03 --epochs 2     # to choose a setting
 
 Networks are chosen by value curves (the plain call), by the paper's Taylor scores (then recovered) and by Torch-Pruning
-(then with new BatchNorm statistics); each is tuned with CE, CE + KD and CE + KD + IKD. What is not named follows from
-the run, as for any user. All runs of a seed see the same images in the same order. Each run keeps its checkpoints in
---work and goes on from there when the command is given again; a run whose row is in the file is left out. The reported
-figure is that of the last epoch, not of the best. --validate trains on 45 000 training images and evaluates on the
-other 5000: settings are chosen there, never on the test images. --picture draws the learning curves of all rows.
+(then with new BatchNorm statistics); each is tuned with the default loss, CE, CE + KD and CE + KD + IKD. What is not
+named follows from the run, as for any user. All runs of a seed see the same images in the same order. Each run keeps
+its checkpoints in --work and goes on from there when the command is given again; a run whose row is in the file is left
+out. The reported figure is that of the last epoch, not of the best. --validate trains on 45 000 training images and
+evaluates on the other 5000: settings are chosen there, never on the test images. --picture draws the learning curves of
+all rows.
 
 The rows of 2026-11-16, in results/finetune_cifar10.txt, began from Taylor scores with streams left alone by hand.
 """
@@ -31,7 +32,8 @@ from timm_knapsack.images.augmentation import Augmentation
 from timm_knapsack.images.loaders import create_loader
 from timm_knapsack.training.evaluation import evaluate
 
-LOSSES = {"ce": (0.0, 0.0), "kd": (1.0, 0.0), "ikd": (1.0, 20.0)}  # λ_KD, λ_IKD
+# weight of the labels, λ_KD, λ_IKD
+LOSSES = {"default": (None, 1.0, 20.0), "ce": (1.0, 0.0, 0.0), "kd": (1.0, 1.0, 0.0), "ikd": (1.0, 1.0, 20.0)}
 RESULTS = Path(__file__).resolve().parent / "results" / "finetune_cifar10.jsonl"
 VIEWS = {field.name for field in dataclasses.fields(Augmentation)}
 TERMS = {field.name for field in dataclasses.fields(tk.DistillationConfig)}
@@ -84,9 +86,9 @@ def run(options: argparse.Namespace, row: dict) -> None:
         CIFAR, teacher, split=train_split, batch_size=row["batch_size"], training=True, seed=row["seed"],
         limit=row["train_images"], augmentation=augmentation or None,
     )  # fmt: skip
-    kd, ikd = LOSSES[row["loss"]]
+    ce, kd, ikd = LOSSES[row["loss"]]
     name = "-".join(str(value) for value in row.values()).replace("[", "").replace("]", "")
-    terms = {"kd_weight": kd, "ikd_weight": ikd} | {n: v for n, v in given.items() if n in TERMS}
+    terms = {"ce_weight": ce, "kd_weight": kd, "ikd_weight": ikd} | {n: v for n, v in given.items() if n in TERMS}
     config = tk.FinetuneConfig(
         epochs=row["epochs"], lr=row["lr"], seed=row["seed"], output_dir=str(options.work / name),
         distillation=tk.DistillationConfig(**terms), mixed_precision=row["precision"], checkpoint_every=50,

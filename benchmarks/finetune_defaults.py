@@ -26,7 +26,8 @@ import timm  # isort: skip
 from safetensors.torch import load_file
 
 RESULTS = Path(__file__).resolve().parent / "results" / "finetune_defaults.jsonl"
-INNER, LOGITS, LABELS = (1.0, 20.0), (1.0, 0.0), (0.0, 0.0)  # λ_KD, λ_IKD
+# weight of the labels, λ_KD, λ_IKD
+DEFAULT, INNER, LOGITS, LABELS = (None, 1.0, 20.0), (1.0, 1.0, 20.0), (1.0, 1.0, 0.0), (1.0, 0.0, 0.0)
 RATES = [
     *((INNER, rate, False) for rate in (0.004, 0.0125, 0.04)),
     (INNER, 0.003, True),
@@ -67,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     for case in ["cifar5000"] if options.rates else options.cases:
         runs = [(*one, 1, 128) for one in RATES] if options.rates else []
-        runs = runs or [(INNER, None, None, e, b) for e in options.epochs for b in options.batch_sizes]
+        runs = runs or [(DEFAULT, None, None, e, b) for e in options.epochs for b in options.batch_sizes]
         todo = [row for row in (described(case, *one) for one in runs) if not known(row, options.out)]
         if todo:
             model, loader, held = digits(450, options.digits_weights) if case == "digits450" else cifar(int(case[5:]))
@@ -76,8 +77,8 @@ def main() -> None:
                 run(row, model, start, loader, held, options.out)
 
 
-def described(case: str, weights: tuple[float, float], rate, frozen, epochs: int, batch: int) -> dict:
-    loss = {"kd_weight": weights[0], "ikd_weight": weights[1]}
+def described(case: str, weights: tuple, rate, frozen, epochs: int, batch: int) -> dict:
+    loss = dict(zip(("ce_weight", "kd_weight", "ikd_weight"), weights, strict=True))
     return {"case": case, **loss, "lr": rate, "frozen": frozen, "epochs": epochs, "batch_size": batch}
 
 
@@ -86,9 +87,9 @@ def known(row: dict, path: Path) -> bool:
 
 
 def run(row: dict, model, start, loader, held, path: Path) -> None:
-    given = {"distillation": tk.DistillationConfig(kd_weight=row["kd_weight"], ikd_weight=row["ikd_weight"])}
+    terms = tk.DistillationConfig(**{name: row[name] for name in ("ce_weight", "kd_weight", "ikd_weight")})
     config = tk.FinetuneConfig(
-        epochs=row["epochs"], lr=row["lr"], freeze_bn_stats=row["frozen"], progress=False, **given
+        epochs=row["epochs"], lr=row["lr"], freeze_bn_stats=row["frozen"], progress=False, distillation=terms
     )
     teacher = model if row["kd_weight"] or row["ikd_weight"] else None
     result = tk.finetune(

@@ -91,7 +91,8 @@ def project(matrix, features):
 @pytest.mark.parametrize("at", ["blocks", "convs"])
 def test_every_term_and_gradient_equals_its_formula(pair, at, reduction):
     student, teacher, images, targets = pair
-    module = make(pair, ikd_at=at, ikd_reduction=reduction, kd_weight=0.7, ikd_weight=3.0, temperature=2.0)
+    weights = {"ce_weight": 1.0, "kd_weight": 0.7, "ikd_weight": 3.0}
+    module = make(pair, ikd_at=at, ikd_reduction=reduction, temperature=2.0, **weights)
     reference = copy.deepcopy(student)
     matrices = {n.replace("/", "."): p.detach().clone().requires_grad_() for n, p in module.projections.items()}
     module.train()
@@ -512,3 +513,11 @@ def test_a_conv_that_others_read_keeps_its_norm():
     losses = module(x, torch.zeros(4, dtype=torch.long))
     assert module._folded == {}
     torch.testing.assert_close(losses.kd, kd_loss(module.student(x), teacher(x)).detach())
+
+
+def test_labels_are_left_out_beside_kd_unless_they_are_asked_for(pair):
+    *_, images, targets = pair
+    for weights, used in (({}, False), ({"kd_weight": 0.0}, True), ({"ce_weight": 0.5}, True)):
+        module = make(pair, **weights).eval()
+        right, wrong = module(images, targets), module(images, (targets + 1) % 5)
+        assert (right.total != wrong.total) == used and right.ce != wrong.ce

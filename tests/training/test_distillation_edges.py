@@ -20,7 +20,7 @@ from timm_knapsack.training.losses import ce_loss, kd_loss, project
 def test_the_defaults_are_those_of_the_documentation():
     """A run that names none of them is the same run in each version."""
     assert asdict(DistillationConfig()) == {
-        "kd_weight": 1.0, "ce_weight": 1.0, "temperature": 1.0, "ikd_weight": 20.0, "ikd_at": "blocks",
+        "kd_weight": 1.0, "ce_weight": None, "temperature": 1.0, "ikd_weight": 20.0, "ikd_at": "blocks",
         "ikd_reduction": "mean", "ikd_init": "ridge", "ikd_init_batches": 8, "ikd_ridge": 1e-4,
         "ikd_weight_decay": 1e-4, "label_smoothing": None,
     }  # fmt: skip
@@ -31,7 +31,7 @@ def test_the_defaults_are_those_of_the_documentation():
 
 EDGES = {
     "kd_weight": ((0, 0.5, 1e300), (-1e-9, math.inf, math.nan, True, "1", None)),
-    "ce_weight": ((0,), (-1,)),
+    "ce_weight": ((None, 0), (-1,)),
     "ikd_weight": ((0,), (-1,)),
     "ikd_ridge": ((0,), (-1,)),
     "ikd_weight_decay": ((0,), (-1,)),

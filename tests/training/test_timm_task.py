@@ -37,7 +37,7 @@ def test_terms_are_those_of_the_distillation_module():
     task = tk.InnerDistillationTask(student, teacher, inner_loss_weight=3.0, distill_loss_weight=0.5, **CONVS)
     images, labels = batch()
     result = task(images, labels)
-    config = DistillationConfig(kd_weight=0.5, ikd_weight=3.0, ikd_at="convs", ikd_init="selection")
+    config = DistillationConfig(ce_weight=1.0, kd_weight=0.5, ikd_weight=3.0, ikd_at="convs", ikd_init="selection")
     losses = DistillationModule(student, teacher, config)(images, labels)
     assert result["loss"].item() == pytest.approx(losses.total.item(), rel=1e-6)
     assert result["ikd_loss"].item() == pytest.approx(losses.ikd.item(), rel=1e-6) and losses.ikd > 0

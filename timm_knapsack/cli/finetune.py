@@ -31,7 +31,7 @@ def finetune(
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Train a pruned model with its original as the teacher: cross-entropy + KD + inner KD.
+    """Train a pruned model with its original as the teacher: KD + inner KD, and labels with --set ce_weight=1.
 
     Several GPUs or machines: accelerate launch -m timm_knapsack finetune … (recipes/accelerate has configs).
 

@@ -200,7 +200,7 @@ def _finetune(job: Job) -> str:
     student.record.add_finetuning(tuned.config, tuned)
     chosen, weights = tuned.config, tuned.config.distillation
     note = f"fine-tuned for {_count(tuned.epochs, 'epoch')}, {chosen.optimizer}, lr {chosen.lr:g}"
-    note += f", kd {weights.kd_weight:g}, ikd {weights.ikd_weight:g}"
+    note += f", ce {weights.label_weight:g}, kd {weights.kd_weight:g}, ikd {weights.ikd_weight:g}"
     job.made |= {"tuned": tuned, "student": student.then("fine-tuned", tuned.model, note)}
     return f"{_count(tuned.epochs, 'epoch')}, {_count(tuned.updates, 'update')}{_gain(tuned.evaluations)}"
 

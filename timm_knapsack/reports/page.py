@@ -317,6 +317,12 @@ def write_sweep_page(rows: Sequence[Mapping[str, Any]], out: str | os.PathLike, 
     return write_text(out / "sweep.html", _document(title, body))
 
 
+def _label_weight(inner: Mapping[str, Any]) -> float:
+    """As `DistillationConfig.label_weight`, of what a record holds."""
+    given = inner.get("ce_weight")
+    return given if given is not None else 0.0 if inner.get("kd_weight") else 1.0
+
+
 def _details(record: RunRecord) -> str:
     pruning = record.pruning
     facts = {
@@ -335,7 +341,8 @@ def _details(record: RunRecord) -> str:
         inner = config.get("distillation", {})
         facts["fine-tuning"] = (
             f"{config['epochs']} epochs, {config['optimizer']}, lr {config['lr']}, {config['scheduler']}; weights of "
-            f"the losses: KD {inner.get('kd_weight')}, inner KD {inner.get('ikd_weight')} at {inner.get('ikd_at')}"
+            f"the losses: labels {_label_weight(inner)}, KD {inner.get('kd_weight')}, inner KD "
+            f"{inner.get('ikd_weight')} at {inner.get('ikd_at')}"
         )
     rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items() if value)
     return f"<dl>{rows}</dl>"

@@ -4,7 +4,9 @@
 batch, so that several processes with equal batches average to the same number as one.
 
 - **CE**: cross-entropy with label smoothing; labels ``[B]`` or probabilities ``[B, classes]`` (mixup, cutmix). A label
-  of -1 is none: such an image teaches through its teacher alone, and the mean is that of the labelled ones.
+  of -1 is none: such an image teaches through its teacher alone, and the mean is that of the labelled ones. Beside KD
+  it is left out unless ``ce_weight`` is given, as the recipes of the paper do: labels pull the student to be surer than
+  its teacher (docs/training.md).
 - **KD**: ``-Σ_i softmax(teacher / T)_i · log softmax(student / T)_i · T²``; ``T = 1`` is the paper's equation.
 - **IKD**: for every layer ``l`` the squared distance of the teacher's pre-activation map from ``M_l`` times the
   student's. The paper sums over positions, channels and layers; its published code takes the mean over the elements of
@@ -54,7 +56,8 @@ class DistillationConfig:
     """What the student learns from its teacher.
 
     Attributes:
-        ce_weight: weight of the cross-entropy with the labels; 0 turns the term off, as images without labels do.
+        ce_weight: weight of the cross-entropy with the labels; 0 turns the term off, as images without labels do. None
+            is 0 beside KD, whose teacher knows more of an image than its label, and 1 otherwise (`label_weight`).
         kd_weight: λ_KD; 0 turns the term off.
         temperature: ``T`` of KD; the term is scaled by ``T²``.
         ikd_weight: λ_IKD; 0 turns the term off (as the paper does for EfficientNet).
@@ -74,7 +77,7 @@ class DistillationConfig:
     """
 
     kd_weight: float = 1.0
-    ce_weight: float = 1.0
+    ce_weight: float | None = None
     temperature: float = 1.0
     ikd_weight: float = 20.0
     ikd_at: str | tuple[str, ...] = "blocks"
@@ -86,8 +89,10 @@ class DistillationConfig:
     label_smoothing: float | None = None
 
     def __post_init__(self):
-        for name in ("ce_weight", "kd_weight", "ikd_weight", "ikd_weight_decay", "ikd_ridge"):
+        for name in ("kd_weight", "ikd_weight", "ikd_weight_decay", "ikd_ridge"):
             check_number(name, getattr(self, name), 0)
+        if self.ce_weight is not None:
+            check_number("ce_weight", self.ce_weight, 0)
         check_number("temperature", self.temperature, 1e-3)
         if self.label_smoothing is not None:
             check_number("label_smoothing", self.label_smoothing, 0, 1)
@@ -103,6 +108,18 @@ class DistillationConfig:
             object.__setattr__(self, "ikd_at", tuple(dict.fromkeys(self.ikd_at)))
         else:
             raise TrainingError(f"ikd_at must name at least one module, got {self.ikd_at!r}")
+
+    @property
+    def label_weight(self) -> float:
+        """The weight of the cross-entropy, also where it is left open.
+
+        Example:
+            >>> DistillationConfig().label_weight, DistillationConfig(kd_weight=0).label_weight
+            (0.0, 1.0)
+        """
+        if self.ce_weight is None:
+            return 0.0 if self.kd_weight else 1.0
+        return self.ce_weight
 
 
 class Losses(NamedTuple):
@@ -228,7 +245,7 @@ class DistillationModule(nn.Module):
             try:
                 dims[tap.name] = _channel_dim(tap, student.get(tap.name), teacher[tap.name])
             except TrainingError as found:
-                error = found
+                error = error or found
                 if not isinstance(self.config.ikd_at, str):
                     raise
                 _logger.info("inner distillation leaves out %s", found)
@@ -261,7 +278,7 @@ class DistillationModule(nn.Module):
         config = self.config
         logits, kd, ikd = self.compare(images)
         ce = ce_loss(logits, targets, config.label_smoothing or 0.0)
-        total = config.ce_weight * ce + config.kd_weight * kd + config.ikd_weight * ikd
+        total = config.label_weight * ce + config.kd_weight * kd + config.ikd_weight * ikd
         return Losses(total, ce.detach(), kd.detach(), ikd.detach(), logits.detach())
 
     def compare(

@@ -81,7 +81,7 @@ def finetune(
     resume: bool = False,
     say: Callable[[str], Any] | None = None,
 ) -> FinetuneResult:
-    """Train the student, in place, with cross-entropy and what its teacher knows.
+    """Train the student, in place, with what its teacher knows of the images, or with their labels.
 
     What the config leaves open follows from the run; the start is evaluated first, counts as epoch 0, and is ``best``
     until something is better. Images without labels (-1, or batches of images alone) learn from the teacher alone.

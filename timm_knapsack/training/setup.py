@@ -133,7 +133,7 @@ def start_trackers(accelerator: Any, config: FinetuneConfig) -> None:
 
 def check_something_to_learn(terms: DistillationConfig, targets: torch.Tensor) -> None:
     """Refuse images without labels where nothing is distilled."""
-    if not (terms.kd_weight or terms.ikd_weight) and (not terms.ce_weight or (targets < 0).all()):
+    if not (terms.kd_weight or terms.ikd_weight) and (not terms.label_weight or (targets < 0).all()):
         raise DataError(
             "the training data has no labels, and nothing is distilled: name the label column, or give a teacher and a "
             "kd_weight or ikd_weight"
