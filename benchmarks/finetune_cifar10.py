@@ -9,8 +9,9 @@ Networks are chosen by value curves (the plain call), by the paper's Taylor scor
 named follows from the run, as for any user. All runs of a seed see the same images in the same order. Each run keeps
 its checkpoints in --work and goes on from there when the command is given again; a run whose row is in the file is left
 out. The reported figure is that of the last epoch, not of the best. --validate trains on 45 000 training images and
-evaluates on the other 5000: settings are chosen there, never on the test images. --picture draws the learning curves of
-all rows.
+evaluates on the other 5000: settings are chosen there, never on the test images. The teacher knows those by heart, so
+they are looked at in views, too, of which it gets about as many right as of test images. --picture draws the learning
+curves of all rows.
 
 The rows of 2026-11-16, in results/finetune_cifar10.txt, began from Taylor scores with streams left alone by hand.
 """
@@ -30,6 +31,7 @@ from real_networks import CIFAR
 import timm_knapsack as tk
 from timm_knapsack.images.augmentation import Augmentation
 from timm_knapsack.images.loaders import create_loader
+from timm_knapsack.maps.views import random_views
 from timm_knapsack.training.evaluation import evaluate
 
 # weight of the labels, λ_KD, λ_IKD
@@ -100,6 +102,10 @@ def run(options: argparse.Namespace, row: dict) -> None:
     if result.interrupted:
         raise SystemExit("stopped; the same command goes on")
     original = evaluate(teacher, test)["top1"]
+    if row["validate"]:
+        views = [(random_views(x, seed=number, share=1.0, strength=0.6), y) for number, (x, y) in enumerate(test)]
+        networks = {"original": teacher, "start": start, "tuned": result.model}
+        row["views"] = {name: evaluate(network, views) for name, network in networks.items()}
     row |= {
         "when": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}",
         "minutes": round((time.monotonic() - began) / 60, 1),  # of this session

@@ -38,8 +38,9 @@ RATES = [
 
 def digits(count: int, weights: Path):
     from timm_knapsack.pipeline.digits import load_digits
+    from timm_knapsack.pipeline.quickstart import MODEL
 
-    model = timm.create_model("cifar_resnet20", num_classes=10)
+    model = timm.create_model(MODEL, num_classes=10)
     model.load_state_dict(load_file(weights))
     (images, labels), _ = load_digits()
     held = create_loader((images[897:], labels[897:]), model, batch_size=150)

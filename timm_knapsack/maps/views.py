@@ -15,13 +15,14 @@ CONTRAST = 0.4
 BRIGHTNESS = 0.3  # in standard deviations of normalised images
 
 
-def random_views(images: Tensor, seed: int, share: float = 0.5) -> Tensor:
+def random_views(images: Tensor, seed: int, share: float = 0.5, strength: float = 1.0) -> Tensor:
     """A view of each image, in the images' own size; those that are not drawn stay as they are.
 
     Args:
         images: [images, channels, height, width], normalised.
         seed: fixes the views.
         share: of the images that are changed, on average.
+        strength: of the changes; at 0 images are at most mirrored.
 
     Example:
         >>> images = torch.rand(4, 3, 8, 8)
@@ -36,12 +37,13 @@ def random_views(images: Tensor, seed: int, share: float = 0.5) -> Tensor:
     def uniform(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(count, generator=draw)
 
-    side = uniform(LEAST_AREA, 1.0).sqrt()
+    side = uniform(1 - strength * (1 - LEAST_AREA), 1.0).sqrt()
     theta = torch.zeros(count, 2, 3)
     theta[:, 0, 0] = side * torch.where(uniform(0, 1) < 0.5, -1.0, 1.0)
     theta[:, 1, 1] = side
     theta[:, 0, 2], theta[:, 1, 2] = (1 - side) * uniform(-1, 1), (1 - side) * uniform(-1, 1)
-    contrast, brightness = uniform(1 - CONTRAST, 1 + CONTRAST), uniform(-BRIGHTNESS, BRIGHTNESS)
+    paler, brighter = strength * CONTRAST, strength * BRIGHTNESS
+    contrast, brightness = uniform(1 - paler, 1 + paler), uniform(-brighter, brighter)
     changed = (uniform(0, 1) < share).nonzero().flatten()
     if not len(changed):
         return images
