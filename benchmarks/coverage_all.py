@@ -64,7 +64,7 @@ def check(name: str, deep: bool) -> dict:
     row = {"model": name, "params_m": round(sum(p.numel() for p in model.parameters()) / 1e6, 2)}
     shape = example_input(model)
     failures = []
-    deep = deep and row["params_m"] * 1e6 <= MOST_PARAMETERS
+    wanted, deep = deep, deep and row["params_m"] * 1e6 <= MOST_PARAMETERS
     if deep and (by_torch := coverage.counted(model, shape)) <= MOST_MACS:
         model = timm.create_model(name).eval()
         coverage.randomise(model)
@@ -77,7 +77,7 @@ def check(name: str, deep: bool) -> dict:
     if by_torch != full:
         failures.append(f"{full} MACs traced, torch counts {by_torch}")
     row.update(gmacs=round(full / 1e9, 3), groups=len(groups), removable=round(1 - least / full, 4))
-    row["values"] = groups.verified if deep else "no"
+    row["values"] = groups.verified if deep else "too large" if wanted else "no"
     row["frozen"] = json.dumps(dict(Counter(map(in_short, groups.frozen.values())).most_common()))
     reachable = [share for share in BUDGETS if least <= share * full]
     row.update({f"left_{share * 100:.0f}": round(least / full, 4) for share in BUDGETS})
@@ -248,7 +248,11 @@ def main() -> None:
     parser.add_argument("--nice", type=int, default=19, help="of the workers")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/coverage_all.csv"))
     parser.add_argument("--again", action="store_true", help="also names whose row was made by other code")
-    parser.add_argument("--no-values", action="store_true", help="a quick first look: leave out the names with values")
+    parser.add_argument(
+        "--no-values",
+        action="store_true",
+        help="a quick first look: all on the meta device; a later run goes over some of them with values",
+    )
     parser.add_argument("--page", action="store_true", help="write docs/coverage_all.md from the rows, and run nothing")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -264,15 +268,18 @@ def main() -> None:
         families = list(rows_of(str(ROOT / "benchmarks/coverage.csv")))
         wanted = set(options.names or known)
         todo = [(name, deep) for name, deep in ordered(known, families) if name in wanted]
-        todo = [(name, deep) for name, deep in todo if not (deep and options.no_values)]
-        todo = [
-            x for x in todo if options.names or x[0] not in before or (options.again and before[x[0]]["code"] != code)
-        ]
+        todo = [(name, deep and not options.no_values) for name, deep in todo]
+        todo = [x for x in todo if options.names or is_open(before.get(x[0]), x[1], options.again and code)]
         run(todo, options, code)
     rows = rows_of(options.out)
     if options.out == parser.get_default("out"):
         (ROOT / "docs/coverage_all.md").write_text(coverage_page.page(list(rows.values()), len(known), code_digest()))
     print(coverage_page.summary(list(rows.values()), len(known)))
+
+
+def is_open(row: dict | None, deep: bool, code: str | bool) -> bool:
+    """Whether a name must be run: it has no row, none of this code, or values are wanted and were not compared."""
+    return row is None or (deep and row["values"] == "no") or bool(code and row["code"] != code)
 
 
 def run(todo: list[tuple[str, bool]], options, code: str) -> None:

@@ -65,3 +65,10 @@ def test_the_page_says_how_far_the_sweep_came_and_stays_small():
     )
     assert len(page.encode()) < 500_000
     assert coverage_page.numbers([{**ROW, "status": "crash", "removable": ""}, ROW], 2)["crash"] == 1
+
+
+def test_a_name_is_run_again_where_values_or_newer_code_are_wanted():
+    shapes, values = ({**ROW, "values": kind} for kind in ("no", "values"))
+    assert coverage_all.is_open(None, False, False) and coverage_all.is_open(shapes, True, False)
+    assert not coverage_all.is_open(shapes, False, False) and not coverage_all.is_open(values, True, False)
+    assert coverage_all.is_open(values, False, "another") and not coverage_all.is_open(values, False, ROW["code"])
