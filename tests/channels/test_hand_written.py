@@ -52,6 +52,44 @@ class TiedAutoencoder(nn.Module):
         return self.head(nn.functional.linear(code, self.encode.weight.t()))
 
 
+class StandardisedConv(nn.Conv2d):
+    def forward(self, x):
+        weight = nn.functional.batch_norm(self.weight.reshape(1, len(self.weight), -1), None, None, training=True)
+        return nn.functional.conv2d(x, weight.reshape_as(self.weight), self.bias, padding=1, groups=self.groups)
+
+
+@net((1, 3, 8, 8), conv1=4, conv2=4, conv3=4)
+class StandardisedGroups(nn.Module):
+    """Weights are standardised over the channels they read: of two such convs in a row, with few large groups, one must
+    not give up whole groups and the other channels within them."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = StandardisedConv(3, 8, 3)
+        self.conv2, self.conv3 = StandardisedConv(8, 8, 3, groups=2), StandardisedConv(8, 8, 3, groups=2)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.conv3(self.conv2(self.conv1(x).relu()).relu()).relu()
+        return self.head(x.mean((2, 3)))
+
+
+@net((1, 6, 8), qkv=4, proj=8)
+class ChannelAttention(nn.Module):
+    """Attention between channels, whose module calls its heads groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups = 4
+        self.qkv, self.proj, self.head = nn.Linear(8, 48), nn.Linear(16, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.groups, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        attn = (q.transpose(-1, -2) @ k * x.shape[1] ** -0.5).softmax(dim=-1)
+        out = (attn @ v.transpose(-1, -2)).transpose(-1, -2)
+        return self.head(self.proj(out.transpose(1, 2).flatten(2)).mean(1))
+
+
 @net((1, 9, 4), frozen=("head",), query=6, value=7)
 class EinsumProducts(nn.Module):
     def __init__(self):
