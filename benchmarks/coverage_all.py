@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
+from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -215,21 +216,40 @@ def code_digest() -> str:
 
 
 def ordered(names: list[str], families: list[str]) -> list[tuple[str, bool]]:
-    """One of each family first, then a random tenth, then the others, families in turn: a run that is stopped has seen
-    of everything something."""
+    """The smallest name of each kind first, modules in turn, those that `make sweep` has seen last; then the others:
+    a run that is stopped has seen of everything something."""
     from timm.models import _registry
 
     tenth = set(random.Random(0).sample(sorted(names), len(names) // 10))
-    by_module = defaultdict(list)
+    kinds, by_module = defaultdict(list), defaultdict(list)
     for name in names:
-        if name not in tenth and name not in families:
-            by_module[_registry._model_to_module.get(name, "")].append(name)
+        kinds[_registry._model_to_module.get(name, ""), kind_of(name)].append(name)
+    for (module, _), members in kinds.items():
+        by_module[module].append(min(members, key=lambda name: (name not in families, *size_in(name), name)))
     for members in by_module.values():
-        random.Random(0).shuffle(members)
-    turns = sorted((i / len(members), name) for members in by_module.values() for i, name in enumerate(members))
-    firsts = [name for name in families if name in names]
-    rest = [name for name in sorted(tenth) if name not in families]
-    return [(name, True) for name in (*firsts, *rest)] + [(name, False) for _, name in turns]
+        members.sort(key=families.__contains__)
+    firsts = [name for members in zip_longest(*by_module.values()) for name in members if name is not None]
+    seen = set(firsts)
+    rest = [name for name in sorted(names) if name not in seen]
+    random.Random(0).shuffle(rest)
+    return [(name, name in tenth or name in families) for name in firsts + rest]
+
+
+SIZES = """
+    zepto atto femto pico nano xxxs xxs xxtiny xtiny xs mini tiny t s0 s small m medium b base so l large xl xlarge xxl
+    huge h giant g
+    """.split()
+
+
+def kind_of(name: str) -> str:
+    """A name without its sizes: vit_base_patch16_224 and vit_tiny_patch16_384 are of one kind."""
+    return "_".join("#" if part in SIZES else re.sub(r"\d+", "#", part) for part in name.split("_"))
+
+
+def size_in(name: str) -> tuple[int, list[int]]:
+    """What a name says of the size of its network, to compare it with others of its kind."""
+    words = [SIZES.index(part) for part in name.split("_") if part in SIZES]
+    return max(words, default=0), [int(number) for number in re.findall(r"\d+", name)]
 
 
 def rows_of(path: str) -> dict[str, dict]:
