@@ -57,6 +57,7 @@ def check(name: str, deep: bool) -> dict:
     import torch
 
     import timm_knapsack as tk
+    from timm_knapsack.pruning.limits import Limits
     from timm_knapsack.slim.example_inputs import example_input
 
     torch.manual_seed(0)
@@ -80,8 +81,10 @@ def check(name: str, deep: bool) -> dict:
     row.update(gmacs=round(full / 1e9, 3), groups=len(groups), removable=round(1 - least / full, 4))
     row["values"] = groups.verified if deep else "too large" if wanted else "no"
     row["frozen"] = json.dumps(dict(Counter(map(in_short, groups.frozen.values())).most_common()))
-    reachable = [share for share in BUDGETS if least <= share * full]
-    row.update({f"left_{share * 100:.0f}": round(least / full, 4) for share in BUDGETS})
+    limits = Limits(groups, 1, 1, (), {})
+    smallest = groups.macs([limits.range(group, 1)[0] for group in groups])
+    reachable = [share for share in BUDGETS if smallest <= share * full]
+    row.update({f"left_{share * 100:.0f}": round(smallest / full, 4) for share in BUDGETS})
     scores = {g.name: torch.rand(g.size, dtype=torch.float64) for g in groups}
     results = tk.sweep(model, scores, [tk.Budget(macs=share) for share in reachable], groups=groups) if groups else []
     for share, result in zip(reachable, results, strict=True):
