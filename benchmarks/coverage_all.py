@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
+from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +57,7 @@ def check(name: str, deep: bool) -> dict:
     import torch
 
     import timm_knapsack as tk
+    from timm_knapsack.pruning.limits import Limits
     from timm_knapsack.slim.example_inputs import example_input
 
     torch.manual_seed(0)
@@ -64,7 +66,7 @@ def check(name: str, deep: bool) -> dict:
     row = {"model": name, "params_m": round(sum(p.numel() for p in model.parameters()) / 1e6, 2)}
     shape = example_input(model)
     failures = []
-    deep = deep and row["params_m"] * 1e6 <= MOST_PARAMETERS
+    wanted, deep = deep, deep and row["params_m"] * 1e6 <= MOST_PARAMETERS
     if deep and (by_torch := coverage.counted(model, shape)) <= MOST_MACS:
         model = timm.create_model(name).eval()
         coverage.randomise(model)
@@ -77,10 +79,12 @@ def check(name: str, deep: bool) -> dict:
     if by_torch != full:
         failures.append(f"{full} MACs traced, torch counts {by_torch}")
     row.update(gmacs=round(full / 1e9, 3), groups=len(groups), removable=round(1 - least / full, 4))
-    row["values"] = groups.verified if deep else "no"
+    row["values"] = groups.verified if deep else "too large" if wanted else "no"
     row["frozen"] = json.dumps(dict(Counter(map(in_short, groups.frozen.values())).most_common()))
-    reachable = [share for share in BUDGETS if least <= share * full]
-    row.update({f"left_{share * 100:.0f}": round(least / full, 4) for share in BUDGETS})
+    limits = Limits(groups, 1, 1, (), {})
+    smallest = groups.macs([limits.range(group, 1)[0] for group in groups])
+    reachable = [share for share in BUDGETS if smallest <= share * full]
+    row.update({f"left_{share * 100:.0f}": round(smallest / full, 4) for share in BUDGETS})
     scores = {g.name: torch.rand(g.size, dtype=torch.float64) for g in groups}
     results = tk.sweep(model, scores, [tk.Budget(macs=share) for share in reachable], groups=groups) if groups else []
     for share, result in zip(reachable, results, strict=True):
@@ -215,21 +219,40 @@ def code_digest() -> str:
 
 
 def ordered(names: list[str], families: list[str]) -> list[tuple[str, bool]]:
-    """One of each family first, then a random tenth, then the others, families in turn: a run that is stopped has seen
-    of everything something."""
+    """The smallest name of each kind first, modules in turn, those that `make sweep` has seen last; then the others:
+    a run that is stopped has seen of everything something."""
     from timm.models import _registry
 
     tenth = set(random.Random(0).sample(sorted(names), len(names) // 10))
-    by_module = defaultdict(list)
+    kinds, by_module = defaultdict(list), defaultdict(list)
     for name in names:
-        if name not in tenth and name not in families:
-            by_module[_registry._model_to_module.get(name, "")].append(name)
+        kinds[_registry._model_to_module.get(name, ""), kind_of(name)].append(name)
+    for (module, _), members in kinds.items():
+        by_module[module].append(min(members, key=lambda name: (name not in families, *size_in(name), name)))
     for members in by_module.values():
-        random.Random(0).shuffle(members)
-    turns = sorted((i / len(members), name) for members in by_module.values() for i, name in enumerate(members))
-    firsts = [name for name in families if name in names]
-    rest = [name for name in sorted(tenth) if name not in families]
-    return [(name, True) for name in (*firsts, *rest)] + [(name, False) for _, name in turns]
+        members.sort(key=families.__contains__)
+    firsts = [name for members in zip_longest(*by_module.values()) for name in members if name is not None]
+    seen = set(firsts)
+    rest = [name for name in sorted(names) if name not in seen]
+    random.Random(0).shuffle(rest)
+    return [(name, name in tenth or name in families) for name in firsts + rest]
+
+
+SIZES = """
+    zepto atto femto pico nano xxxs xxs xxtiny xtiny xs mini tiny t s0 s small m medium b base so l large xl xlarge xxl
+    huge h giant g
+    """.split()
+
+
+def kind_of(name: str) -> str:
+    """A name without its sizes: vit_base_patch16_224 and vit_tiny_patch16_384 are of one kind."""
+    return "_".join("#" if part in SIZES else re.sub(r"\d+", "#", part) for part in name.split("_"))
+
+
+def size_in(name: str) -> tuple[int, list[int]]:
+    """What a name says of the size of its network, to compare it with others of its kind."""
+    words = [SIZES.index(part) for part in name.split("_") if part in SIZES]
+    return max(words, default=0), [int(number) for number in re.findall(r"\d+", name)]
 
 
 def rows_of(path: str) -> dict[str, dict]:
@@ -248,7 +271,11 @@ def main() -> None:
     parser.add_argument("--nice", type=int, default=19, help="of the workers")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/coverage_all.csv"))
     parser.add_argument("--again", action="store_true", help="also names whose row was made by other code")
-    parser.add_argument("--no-values", action="store_true", help="a quick first look: leave out the names with values")
+    parser.add_argument(
+        "--no-values",
+        action="store_true",
+        help="a quick first look: all on the meta device; a later run goes over some of them with values",
+    )
     parser.add_argument("--page", action="store_true", help="write docs/coverage_all.md from the rows, and run nothing")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -264,15 +291,18 @@ def main() -> None:
         families = list(rows_of(str(ROOT / "benchmarks/coverage.csv")))
         wanted = set(options.names or known)
         todo = [(name, deep) for name, deep in ordered(known, families) if name in wanted]
-        todo = [(name, deep) for name, deep in todo if not (deep and options.no_values)]
-        todo = [
-            x for x in todo if options.names or x[0] not in before or (options.again and before[x[0]]["code"] != code)
-        ]
+        todo = [(name, deep and not options.no_values) for name, deep in todo]
+        todo = [x for x in todo if options.names or is_open(before.get(x[0]), x[1], options.again and code)]
         run(todo, options, code)
     rows = rows_of(options.out)
     if options.out == parser.get_default("out"):
         (ROOT / "docs/coverage_all.md").write_text(coverage_page.page(list(rows.values()), len(known), code_digest()))
     print(coverage_page.summary(list(rows.values()), len(known)))
+
+
+def is_open(row: dict | None, deep: bool, code: str | bool) -> bool:
+    """Whether a name must be run: it has no row, none of this code, or values are wanted and were not compared."""
+    return row is None or (deep and row["values"] == "no") or bool(code and row["code"] != code)
 
 
 def run(todo: list[tuple[str, bool]], options, code: str) -> None:

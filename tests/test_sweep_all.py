@@ -49,12 +49,13 @@ def test_a_later_row_replaces_an_earlier_one(tmp_path):
     assert coverage_all.rows_of(str(tmp_path / "none.csv")) == {}
 
 
-def test_every_name_has_its_turn_once_and_each_family_comes_first():
-    names = [f"net{i}" for i in range(50)]
+def test_every_name_has_its_turn_once_and_each_kind_comes_first():
+    names = [f"net{i}" for i in range(50)] + ["net_b_tiny", "net_b_base", "net_c_10", "net_c_9"]
     turns = coverage_all.ordered(names, ["net7", "gone"])
     assert sorted(name for name, _ in turns) == sorted(names)
-    assert turns[0] == ("net7", True)
+    assert [name for name, _ in turns[:3]] == ["net_b_tiny", "net_c_9", "net7"]
     assert 5 <= sum(with_values for _, with_values in turns) <= 6, "a tenth, and the one of the family"
+    assert ("net7", True) in turns
 
 
 def test_the_page_says_how_far_the_sweep_came_and_stays_small():
@@ -65,3 +66,10 @@ def test_the_page_says_how_far_the_sweep_came_and_stays_small():
     )
     assert len(page.encode()) < 500_000
     assert coverage_page.numbers([{**ROW, "status": "crash", "removable": ""}, ROW], 2)["crash"] == 1
+
+
+def test_a_name_is_run_again_where_values_or_newer_code_are_wanted():
+    shapes, values = ({**ROW, "values": kind} for kind in ("no", "values"))
+    assert coverage_all.is_open(None, False, False) and coverage_all.is_open(shapes, True, False)
+    assert not coverage_all.is_open(shapes, False, False) and not coverage_all.is_open(values, True, False)
+    assert coverage_all.is_open(values, False, "another") and not coverage_all.is_open(values, False, ROW["code"])

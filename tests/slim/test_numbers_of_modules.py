@@ -43,6 +43,12 @@ def test_numbers_that_count_something_else_are_left_alone_unless_named():
     assert channel_numbers(module(width=2, dim=1, other=0, yes=True, kernel=9, _own=7, part=5.0, heads=3)) == {2, 3}
 
 
+def test_groups_count_heads_where_nothing_is_named_so():
+    assert list(holders(module(groups=4, width=4), 4, heads=True)) == ["groups"]
+    assert list(holders(module(groups=4, num_heads=4), 4, heads=True)) == ["num_heads"]
+    assert list(holders(module(groups=4, width=4), 4)) == ["groups", "width"]
+
+
 def test_lists_of_up_to_sixteen_numbers_are_looked_into():
     short, long = [8] * 16, [8] * 17
     assert list(holders(module(dims=short), 8)) == [f"dims.{i}" for i in range(16)]

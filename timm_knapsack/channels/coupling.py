@@ -35,6 +35,8 @@ def couple(labels: Labels) -> Coupling:
         forest.freeze(frozen, reason)
     for mixed in labels.mixed:
         forest.mixed[component[mixed]] = True
+    for shunned in labels.shunned:
+        forest.shunned[component[shunned]] = True
     for heads in labels.heads:
         forest.heads[component[heads]] = True
     for heads in labels.whole_heads:
@@ -66,6 +68,7 @@ class _Forest:
         self.component = component
         self.frozen = np.zeros(count, dtype=bool)
         self.mixed = np.zeros(count, dtype=bool)
+        self.shunned = np.zeros(count, dtype=bool)
         self.heads = np.zeros(count, dtype=bool)
         self.whole_heads = np.zeros(count, dtype=bool)
         self.reason: dict[int, str] = {}
@@ -105,7 +108,7 @@ class _Forest:
         np.minimum.at(first, joined, members)
         root = first[joined]
         self.parent[members] = root
-        for flags in (self.frozen, self.mixed, self.heads, self.whole_heads):
+        for flags in (self.frozen, self.mixed, self.shunned, self.heads, self.whole_heads):
             np.logical_or.at(flags, root, flags[members])
         for member, to in zip(members.tolist(), root.tolist(), strict=True):
             if member in self.reason:
@@ -114,13 +117,14 @@ class _Forest:
     def preferred(self, split: Split):
         """Heads where there are enough; else the axis that leaves the most units, the later one in a tie.
 
-        Channels that a norm mixes come after others, but where heads are few.
+        Channels that a norm mixes come after others, but where heads are few, or where a norm mixes all of them anyway.
         """
         sizes = [axis.size for axis in split.axes]
         flat = self.root_of(split.flat).reshape(sizes)
         heads = [bool(self.whole_heads[self.root_of(axis.labels)].any()) for axis in split.axes]
         few = any(is_heads and size < self.fewest_heads for is_heads, size in zip(heads, sizes, strict=True))
         few = few or split.narrower
+        all_mixed = bool(self.shunned[flat].any())
 
         def rank(position: int):
             roots = self.root_of(split.axes[position].labels)
@@ -128,7 +132,7 @@ class _Forest:
             # Units left if this axis carries: indices whose whole run of labels is free, counted once each.
             runs = np.moveaxis(flat, position, 0).reshape(sizes[position], -1)
             joined = len(np.unique(np.stack([runs.min(axis=1), roots]), axis=1).T) if alive.size else 0
-            is_heads, unmixed = heads[position], not self.mixed[roots].any()
+            is_heads, unmixed = heads[position], all_mixed or not self.shunned[roots].any()
             within = split.narrower and not is_heads
             return is_heads and not few, within, joined if few else 0, unmixed, joined, position
 

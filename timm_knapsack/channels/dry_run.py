@@ -59,12 +59,13 @@ class ShapeCheck:
         unit = np.full(trace.labels.count, -1)
         for (name, dim), first in trace.param_labels.items():
             index = kept.get(name, {}).get(dim)
-            size = self.groups.shapes[name][dim] if index is None else len(index)
-            index = np.arange(size) if index is None else index.numpy()
-            unit[first : first + size] = self._component[self._first_label[name, dim] + index]
-        for a, b in trace.labels.ties:
-            wrong = (unit[a] != unit[b]) & (unit[a] >= 0) & (unit[b] >= 0)
-            if wrong.any():
+            full = self._first_label[name, dim]
+            own = self._component[full : full + self.groups.shapes[name][dim]]
+            own = own if index is None else own[index.numpy()]
+            unit[first : first + len(own)] = own
+        if trace.labels.ties:
+            a, b = (unit[np.concatenate(side)] for side in zip(*trace.labels.ties, strict=True))
+            if ((a != b) & (a >= 0) & (b >= 0)).any():
                 return ValueError("channels meet that are not one unit in the full model")
         return self._wrong_cut(trace, unit, kept)
 
@@ -73,8 +74,10 @@ class ShapeCheck:
         gone = np.zeros(self._component.max(initial=0) + 1, dtype=bool)
         for name, dims in kept.items():
             for dim, stays in dims.items():
-                removed = np.setdiff1d(np.arange(self.groups.shapes[name][dim]), stays.numpy())
-                gone[self._component[self._first_label[name, dim] + removed]] = True
+                removed = np.ones(self.groups.shapes[name][dim], dtype=bool)
+                removed[stays.numpy()] = False
+                first = self._first_label[name, dim]
+                gone[self._component[first : first + removed.size][removed]] = True
         if len(trace.labels.cuts) != len(self._cuts):
             return ValueError(f"channels are cut into {len(trace.labels.cuts)} parts instead of {len(self._cuts)}")
         for full, slim in zip(self._cuts, trace.labels.cuts, strict=True):

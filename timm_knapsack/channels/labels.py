@@ -94,6 +94,7 @@ class Labels:
     ties: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     frozen: list[tuple[np.ndarray, str]] = field(default_factory=list)
     mixed: list[np.ndarray] = field(default_factory=list)
+    shunned: list[np.ndarray] = field(default_factory=list)  # of these those that shall rather not carry a split
     added: list[np.ndarray] = field(default_factory=list)  # where two activations are added
     heads: list[np.ndarray] = field(default_factory=list)
     whole_heads: list[np.ndarray] = field(default_factory=list)  # heads that may go one by one
@@ -119,9 +120,14 @@ class Labels:
             if axis.labels is not None:
                 self.frozen.append((axis.labels, f"{why} ({self.place})"))
 
-    def mix(self, axes: Dim) -> None:
-        """Values at different indices of these axes are combined by a norm or the like."""
-        self.mixed.extend(axis.labels for axis in axes if axis.labels is not None)
+    def mix(self, axes: Dim, shun: bool = True) -> None:
+        """Values at different indices of these axes are combined by a norm or the like.
+
+        ``shun``: where one of these axes is a part of a dim, the channels shall rather be carried by another part.
+        """
+        found = [axis.labels for axis in axes if axis.labels is not None]
+        self.mixed.extend(found)
+        self.shunned.extend(found if shun else ())
 
     def count_macs(self, dims: list[Dim], constant: int = 1) -> None:
         """What an op costs: every index of its outputs times every index it sums over, times a constant."""

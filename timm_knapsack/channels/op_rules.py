@@ -226,7 +226,7 @@ def batch_norm(labels, op, layouts, args, kwargs, outputs):
         channels = labels.tie(channels, layouts(vector).dims[0])
     if any(a is True for a in args[3:6]):  # statistics of this very batch: other labelled dims are mixed into them
         for dim in (x.dims[0], *x.dims[2:]):
-            labels.mix(dim)
+            labels.mix(dim, shun=not x.weight)  # the layers beside a standardised weight may be plain
     dims = [x.dims[0], channels, *x.dims[2:]]
     rest = [Layout([channels]) if list(y.shape) == [size_of(channels)] else plain(y.shape) for y in outputs[1:]]
     return (Layout(dims, x.weight), *rest)
@@ -257,7 +257,7 @@ def group_norm(labels, op, layouts, args, kwargs, outputs):
         by_group, within = labels.view([channels], [groups, size_of(channels) // groups])
         labels.use(groups, by_group, "num_groups", "groups")
         labels.mix(within)
-    labels.mix(channels)
+    labels.mix(channels, shun=groups == 1)
     return (Layout([x.dims[0], channels, *x.dims[2:]]), *(plain(y.shape) for y in outputs[1:]))
 
 
@@ -267,7 +267,8 @@ def weight_norm(labels, op, layouts, args, kwargs, outputs):
     d = (args[2] if len(args) > 2 else 0) % len(v.dims)
     dims = list(v.dims)
     dims[d] = labels.tie(dims[d], g.dims[d])
-    labels.mix(dims[d])  # a filter of zeros has no direction; zeros among its inputs do not change its length
+    # A filter of zeros has no direction; zeros among its inputs do not change its length.
+    labels.mix(dims[d], shun=not v.weight)
     weight = Layout(dims, v.weight and g.weight)
     return (weight, Layout([dim if i == d else () for i, dim in enumerate(dims)])) if len(outputs) > 1 else weight
 
@@ -304,7 +305,7 @@ def reduction(labels, op, layouts, args, kwargs, outputs):
         return elementwise(labels, op, layouts, args, kwargs, outputs)
     reduced = reduced_dims(op, len(x.dims), args, kwargs)
     for d in reduced:
-        labels.mix(x.dims[d])
+        labels.mix(x.dims[d], shun=not x.weight)
         if op.startswith("arg"):
             labels.freeze(x.dims[d], "the position of a channel matters")
     kept = outputs[0].dim() == len(x.dims)

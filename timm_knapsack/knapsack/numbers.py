@@ -14,14 +14,23 @@ def as_whole_numbers(weights, capacity):
     """Weights and capacity as whole numbers of one unit, without rounding; Python ints where int64 could overflow."""
     unit = 1
     if weights.dtype.kind == "f":
-        distinct, class_of = np.unique(weights, return_inverse=True)
+        distinct, class_of = _classes(weights)
         ratios = [weight.as_integer_ratio() for weight in distinct.tolist()]
         unit = max((bottom for _, bottom in ratios), default=1)  # all are powers of two
-        weights = np.array([top * (unit // bottom) for top, bottom in ratios], dtype=object)[class_of.reshape(-1)]
+        whole = [top * (unit // bottom) for top, bottom in ratios]
+        short = max(whole, default=0) * len(weights) < LONGEST_WEIGHT
+        weights = np.array(whole, dtype=np.int64 if short else object)[class_of]
     elif weights.dtype != object:
         weights = weights.astype(np.int64 if weights.sum(dtype=np.float64) < LONGEST_WEIGHT else object)
     top, bottom = capacity.as_integer_ratio()
     return weights, top * unit // bottom  # a part of a unit can't hold anything
+
+
+def _classes(weights):
+    """The distinct weights, and for each weight the number of its own. Equal ones often stand side by side."""
+    first = np.flatnonzero(np.diff(weights, prepend=np.nan) != 0)  # nan differs from all
+    distinct, class_of = np.unique(weights[first], return_inverse=True)
+    return distinct, np.repeat(class_of.reshape(-1), np.diff(first, append=len(weights)))
 
 
 def divide_by_gcd(whole, capacity):

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -123,8 +122,7 @@ def _config(model: nn.Module, groups: ChannelGroups, keep, base_args) -> Channel
     earlier = getattr(model, "channel_config", None)
     if not isinstance(earlier, ChannelConfig):
         args = {**_seen_args(model), **(base_args or {})}
-        config = channel_config_of(groups, keep, model_name(model), args, features_of(model))
-        return replace(config, turned=tuple(turned_of(model)))
+        return channel_config_of(groups, keep, model_name(model), args, features_of(model), turned_of(model))
     new = channel_config_of(groups, keep, earlier.base, earlier.base_args)
 
     def merged(old, new):

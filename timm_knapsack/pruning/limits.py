@@ -37,7 +37,7 @@ class Limits:
         if any(_matches(group, pattern) for pattern in self.ignore):
             return group.size, group.size
         least, most = _count(self.min_keep, group.size), group.size
-        if group.crosses_norm:  # a norm over a single channel leaves nothing of it
+        if group.crosses_norm and _width(group) == 1:  # a norm over a single channel leaves nothing of it
             least = max(least, min(2, group.size))
         for pattern, (low, high) in self.bounds.items():
             if _matches(group, pattern):
@@ -48,8 +48,12 @@ class Limits:
 
     def step(self, group: ChannelGroup) -> int:
         """Units in a bundle of ``round_to`` channels."""
-        width = next(s.index.shape[1] for s in group.slices if s.role == "out")
-        return self.round_to // int(np.gcd(self.round_to, width))
+        return self.round_to // int(np.gcd(self.round_to, _width(group)))
+
+
+def _width(group: ChannelGroup) -> int:
+    """Channels of a unit, in the layer that makes the group's channels first."""
+    return next(s.index.shape[1] for s in group.slices if s.role == "out")
 
 
 def _count(value: float, size: int) -> int:

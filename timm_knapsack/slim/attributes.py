@@ -46,9 +46,11 @@ def holders(
 ) -> Iterator[str]:
     """Paths of the module's attributes that hold this number: ``num_heads``, ``split_sizes.0``.
 
-    ``heads`` says that the number counts attention heads: only an attribute named so can hold it, and no other.
+    ``heads`` says that the number counts attention heads: only an attribute named so can hold it, and no other; where
+    there is none, ``groups`` does.
     ``part`` says that it was the i-th of n numbers: of a list of n only the i-th can be it.
     """
+    found = False
     for name, value in vars(module).items():
         if name.startswith("_") or (names and name not in names):
             continue
@@ -57,7 +59,10 @@ def holders(
         for path in _paths(name, value, size):
             in_list = part is not None and isinstance(value, (list, tuple)) and len(value) == part[1]
             if not in_list or path == f"{name}.{part[0]}":
+                found = True
                 yield path
+    if heads and not names and not found:
+        yield from _paths("groups", vars(module).get("groups"), size)
 
 
 def channel_numbers(module: nn.Module) -> set[int]:

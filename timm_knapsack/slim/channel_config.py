@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import ChannelConfigError
 from ..files.atomic import write_text
 from ..files.plain_json import parse_json, read_limited, shortened, to_json
-from .index_ranges import ranges_text, read_ranges
+from .index_ranges import MAX_INDEX, ranges_text, read_ranges
 
 FORMAT = "timm-knapsack/channel-config"
 VERSION = 4  # 2 added ``kept``, 3 ``features``, ``builder``, 4 ``removed``, ``turned``; written is the oldest that does
@@ -329,9 +329,8 @@ def _frozen_kept(kept: Any, widths: Mapping[str, Mapping[int, int]]) -> Mapping[
             total += width
             if total > MAX_KEPT:
                 raise ChannelConfigError(f"kept names more than {MAX_KEPT} channels; no model has as many")
-            if not isinstance(index, str):
-                index = _text_of(index, place)
-            result[name][dim] = read_ranges(index, place, width)
+            read = read_ranges if isinstance(index, str) else _read_channels
+            result[name][dim] = read(index, place, width)
     return MappingProxyType({name: MappingProxyType(dims) for name, dims in result.items()})
 
 
@@ -373,11 +372,16 @@ def _frozen_removed(removed: Any) -> Mapping[str, str]:
     return MappingProxyType(dict(removed))
 
 
-def _text_of(index: Any, place: str) -> str:
+def _read_channels(index: Any, place: str, count: int) -> tuple[int, ...]:
+    """Channel numbers under the same conditions as text of ranges."""
     try:
-        return ranges_text(operator.index(channel) for channel in index)
+        channels = tuple(map(operator.index, index))
     except TypeError:
         raise ChannelConfigError(f"{place} is {shortened(index)}, expected channel numbers") from None
+    ascending = all(map(operator.lt, channels, channels[1:]))
+    if ascending and len(channels) == count > 0 and channels[0] >= 0 and channels[-1] < MAX_INDEX:
+        return channels
+    return read_ranges(ranges_text(channels), place, count)  # it says what is wrong
 
 
 def _frozen_base_args(args: Any) -> Mapping[str, Any]:

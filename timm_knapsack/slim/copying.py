@@ -7,6 +7,7 @@ attributes follow the parameters.
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ def copy_with(model: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
             elif name in _OTHER_HOOKS:
                 if value:
                     memo[id(value)] = _lasting_hooks(value)  # not copied at all: they may hold anything
-            elif not name.startswith("_"):  # plain tensor attributes, and caches of them, go where the parameters go
+            elif name[:1] != "_" and not _is_plain(value):
+                # plain tensor attributes, and caches of them, go where the parameters go
                 found = tree_flatten(value)[0] if isinstance(value, (dict, list, tuple)) else (value,)
                 for tensor in found:
                     if isinstance(tensor, Tensor) and id(tensor) not in memo:
@@ -70,26 +72,44 @@ def _copied(module: nn.Module, memo: dict) -> nn.Module:
     if id(module) in memo:
         return memo[id(module)]
     kind = type(module)
-    standard = kind.__setstate__ is nn.Module.__setstate__ and kind.__getstate__ is nn.Module.__getstate__
-    if not standard or hasattr(kind, "__deepcopy__"):
-        return copy.deepcopy(module, memo)  # a class that defines its own copying
+    if _copies_itself(kind):
+        return copy.deepcopy(module, memo)
     new = memo[id(module)] = kind.__new__(kind)
     state = new.__dict__
     for name, value in vars(module).items():
-        if name == "_modules":
+        if _is_plain(value):
+            if name != "_compiled_call_impl":  # as nn.Module leaves it behind itself
+                state[name] = value
+        elif name == "_modules":
             state[name] = {n: None if child is None else _copied(child, memo) for n, child in value.items()}
-        elif name == "_compiled_call_impl":
-            continue  # as nn.Module leaves it behind itself
-        elif isinstance(value, _PLAIN):
-            state[name] = value
-        elif isinstance(value, dict) and not value:
-            state[name] = memo.get(id(value), type(value)())
-        else:
+        elif id(value) in memo:
+            state[name] = memo[id(value)]
+        elif type(value) in _CONTAINERS and not value:
+            state[name] = memo[id(value)] = type(value)()
+        elif name in ("_parameters", "_buffers") and all(t is None or id(t) in memo for t in value.values()):
+            copies = ((n, None if t is None else memo[id(t)]) for n, t in value.items())
+            state[name] = memo[id(value)] = type(value)(copies)
+        elif name != "_compiled_call_impl":
             state[name] = copy.deepcopy(value, memo)
     return new
 
 
-_PLAIN = (int, float, str, bool, type(None), type, torch.dtype)
+@cache
+def _copies_itself(kind: type) -> bool:
+    """Whether a class of modules defines its own copying."""
+    standard = kind.__setstate__ is nn.Module.__setstate__ and kind.__getstate__ is nn.Module.__getstate__
+    return not standard or hasattr(kind, "__deepcopy__")
+
+
+_PLAIN = frozenset((int, float, str, bool, type(None), torch.dtype))
+_CONTAINERS = frozenset((dict, set, list, OrderedDict))
+
+
+def _is_plain(value) -> bool:
+    """Whether a copy may share the value: a number, a name, a class, or a tuple of such."""
+    kind = type(value)
+    return kind in _PLAIN or isinstance(value, type) or (kind is tuple and all(type(each) in _PLAIN for each in value))
+
 
 _FORWARD_HOOKS = frozenset(("_forward_hooks", "_forward_pre_hooks"))
 _OTHER_HOOKS = frozenset(("_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"))

@@ -102,19 +102,22 @@ def open_widths(model: nn.Module) -> None:
     """Give the modules of a model that take a width for granted the class that does not; in place, on a copy."""
     for module in model.modules():
         kind = type(module)
-        if f"{kind.__module__}.{kind.__qualname__}" in OPENINGS:
-            module.__class__ = opened(kind)
+        wider = opened(kind)
+        if wider is not kind:
+            module.__class__ = wider
 
 
 @cache
 def opened(kind: type) -> type:
-    """The class with its widths left open; itself where the words to replace are not found."""
+    """The class with its widths left open; itself where there is nothing to open, or the words are not found."""
     methods = {}
-    for name, edits in OPENINGS[f"{kind.__module__}.{kind.__qualname__}"].items():
+    for name, edits in OPENINGS.get(f"{kind.__module__}.{kind.__qualname__}", {}).items():
         method = _edited(kind, name, edits)
         if method is None:
             return kind
         methods[name] = method
+    if not methods:
+        return kind
     # Pickles find the class by __qualname__ through __getattr__ below.
     path = f"{kind.__module__}.{kind.__qualname__}".replace(".", "__")
     about = {"__module__": __name__, "__qualname__": path, "__doc__": kind.__doc__}
