@@ -11,6 +11,7 @@ from torch import nn
 
 import timm_knapsack as tk
 from timm_knapsack.errors import KnapsackError
+from timm_knapsack.maps.channels_last import Layout
 from timm_knapsack.maps.distance import output_distance
 from timm_knapsack.maps.views import random_views
 from timm_knapsack.recovery import refinement
@@ -58,7 +59,7 @@ def test_images_held_out_are_left_to_judge():
     pixels = noise(21)
     fitted = torch.cat(images_to_fit([pixels[:10], pixels[10:]]))
     student, teacher, kept = pair()
-    refining = refinement._Refining(student, teacher, pixels, kept, 1, None, 0)
+    refining = refinement._Refining(student, teacher, pixels, Layout(), kept, 1, None, 0)
     judged = refining.held[: len(refining.held) // 2]  # then views of them
     assert torch.equal(torch.cat([fitted, judged]).sum((1, 2, 3)).sort().values, pixels.sum((1, 2, 3)).sort().values)
     assert torch.equal(fitted, refining.images)
@@ -70,7 +71,7 @@ def test_images_held_out_are_left_to_judge():
 def test_steps_are_halved_until_a_random_one_costs_little(cost, halved, monkeypatch):
     """The loss of a random step is made up: so many times what is allowed at the largest step, and quadratic."""
     student, teacher, kept = pair()
-    refining = refinement._Refining(student, teacher, noise(16), kept, 1, None, 0)
+    refining = refinement._Refining(student, teacher, noise(16), Layout(), kept, 1, None, 0)
     group = refinement._sized(student)[0]
     weight, before = group["params"][0], copy.deepcopy(student.state_dict())
     whole = weight.detach().clone()

@@ -85,10 +85,10 @@ def trained(width, seed=0, epochs=6):
 
 
 def test_the_defaults_do_not_destroy_a_good_start_and_a_wild_rate_is_told(tmp_path, caplog):
-    teacher, start = trained(8), trained(4, 1)
+    teacher, start = trained(8, 2), trained(4, 1)
     held = batches(64, 8, seed=9)
     first = evaluate(start, held)["top1"]
-    assert first > 60
+    assert 60 < first <= evaluate(teacher, held)["top1"]  # a start that is better than its teacher can only lose
     lines = []
     result = finetune(
         copy.deepcopy(start),
