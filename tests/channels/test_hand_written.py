@@ -74,6 +74,29 @@ class StandardisedGroups(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+@net((1, 3, 6, 6), qkv=3)
+class MultiScaleAttention(nn.Module):
+    """Linear attention as EfficientViT's: heads of the map itself, and heads of what a conv with a group for each of a
+    head's three parts makes of it. A head goes with the one that is made of it; within groups, nothing could."""
+
+    heads, width = 3, 10
+
+    def __init__(self):
+        super().__init__()
+        inner = 3 * self.heads * self.width
+        self.qkv = nn.Conv2d(3, inner, 1)
+        self.wider = nn.Conv2d(inner, inner, 3, padding=1, groups=inner)
+        self.mixed = nn.Conv2d(inner, inner, 1, groups=3 * self.heads)
+        self.head = nn.Linear(2 * self.heads * self.width, 5)
+
+    def forward(self, x):
+        qkv = self.qkv(x)
+        both = torch.cat([qkv, self.mixed(self.wider(qkv))], 1)
+        q, k, v = both.reshape(len(x), -1, 3 * self.width, x[0, 0].numel()).transpose(-1, -2).chunk(3, dim=-1)
+        out = q.relu() @ (k.relu().transpose(-1, -2) @ v)
+        return self.head(out.transpose(-1, -2).flatten(1, 2).mean(-1))
+
+
 @net((1, 3, 8, 8), stem=6)
 class WidenedBetweenNorms(nn.Module):
     """A depthwise conv that makes two channels of each, as PiT's pooling does, and norms across the channels on both

@@ -52,7 +52,9 @@ def couple(labels: Labels) -> Coupling:
             else:
                 forest.settle(split, carriers[0] if carriers else None)
         if len(open_splits) == len(pending):
-            best = open_splits.pop(0)
+            # Heads first: what they leave decides for convs whose groups are parts of heads.
+            first = next((i for i, split in enumerate(open_splits) if forest.has_heads(split)), 0)
+            best = open_splits.pop(first)
             forest.settle(best, forest.preferred(best))
         pending = open_splits
     root = forest.roots(np.arange(count))
@@ -114,6 +116,9 @@ class _Forest:
             if member in self.reason:
                 self.reason.setdefault(to, self.reason[member])
 
+    def has_heads(self, split: Split) -> bool:
+        return any(self.whole_heads[self.root_of(axis.labels)].any() for axis in split.axes)
+
     def preferred(self, split: Split):
         """Heads where there are enough; else the axis that leaves the most units, the later one in a tie.
 
@@ -129,9 +134,8 @@ class _Forest:
         def rank(position: int):
             roots = self.root_of(split.axes[position].labels)
             alive = roots[~self.frozen[roots]]
-            # Units left if this axis carries: indices whose whole run of labels is free, counted once each.
             runs = np.moveaxis(flat, position, 0).reshape(sizes[position], -1)
-            joined = len(np.unique(np.stack([runs.min(axis=1), roots]), axis=1).T) if alive.size else 0
+            joined = _components(runs, roots) if alive.size else 0
             is_heads, unmixed = heads[position], all_mixed or not self.shunned[roots].any()
             within = split.narrower and not is_heads
             return is_heads and not few, within, joined if few else 0, unmixed, joined, position
@@ -152,3 +156,15 @@ class _Forest:
         for axis in split.axes:
             if axis is not carrier:
                 self.freeze(axis.labels, f"its channels are counted by another dim ({split.place})")
+
+
+def _components(runs: np.ndarray, roots: np.ndarray) -> int:
+    """Units that are left if each run of labels is tied to the root beside it."""
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
+
+    members, place = np.unique(np.column_stack([roots, runs]), return_inverse=True)
+    place = place.reshape(len(roots), -1)
+    ends = np.repeat(place[:, 0], place.shape[1] - 1), place[:, 1:].reshape(-1)
+    graph = coo_matrix((np.ones(ends[0].size, dtype=np.int8), ends), shape=(members.size,) * 2)
+    return connected_components(graph, directed=False)[0]

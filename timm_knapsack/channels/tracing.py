@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..slim.attributes import channel_numbers, feature_entries
 from ..slim.copying import named_tensors
+from .known_values import KnownValues
 from .labels import Axis, Labels, Layout, size_of
 from .live_maps import LiveMaps
 from .meta_shapes import meta_result
@@ -66,6 +67,7 @@ class Trace(TorchDispatchMode):
         self._layouts: dict[int, Layout] = {}
         self._held: dict[int, Tensor | weakref.ref] = {}
         self._names: dict[int, str] = {}
+        self._known = KnownValues()
         self.follow_maps = follow_maps
         self.maps = LiveMaps(lambda tensor: (tensor.element_size(), self._layout(tensor).dims), hold=self.on_meta)
         for name, tensor in named_tensors(model):
@@ -122,12 +124,16 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         namespace, op = func._schema.name.split("::")
+        if op == "_local_scalar_dense" and self.on_meta and (value := self._known.item(args[0])) is not None:
+            return value
         result = meta_result(op, args, kwargs) if self.on_meta and namespace == "aten" else None
         if result is None:
             result = self.computed(func, op, args, kwargs)
         outputs = [y for y in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(y, Tensor)]
         if not outputs:
             return result
+        if self.on_meta:
+            self._known.note(func, args, kwargs, outputs)
         labels = self.labels
         labels.module, labels.bound = self._stack[-1] if self._stack else ("", {})
         labels.place = f"{namespace}.{op} in {labels.module or 'the model itself'}"

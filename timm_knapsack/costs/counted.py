@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..channels.known_values import KnownValues
 from ..channels.meta_shapes import meta_result
 from ..slim.channel_groups import ChannelGroups, CostTerm, Count, fold
 from ..slim.copying import copy_with, named_tensors, on_meta
@@ -87,7 +88,7 @@ def count_macs(model: nn.Module, input_size=None) -> int:
     shadow = on_meta(model).requires_grad_(False)
     counter = FlopCounterMode(display=False)
     try:
-        with torch.no_grad(), _ShapesAlone(), counter, _ShapesAlone(but=counter.flop_registry):
+        with torch.no_grad(), _ShapesAlone(), counter, _ShapesAlone(counter.flop_registry, KnownValues()):
             shadow(*inputs_like(example, "meta"))
     except (RuntimeError, TypeError):  # a model that asks for values can't run on the meta device
         real = copy_with(model, lambda _, t: torch.zeros_like(t, device="cpu") if t.is_meta else t).eval()
@@ -102,20 +103,27 @@ class _ShapesAlone(TorchDispatchMode):
     """Meta tensors get the shapes of their results directly: torch's own way takes a millisecond for each op.
 
     Below the counter it serves the ops that are counted, above it all others (``but`` the counted ones), which the
-    counter would take apart first.
+    counter would take apart first; there it also answers code that asks for a value, where that is ``known``.
     """
 
-    def __init__(self, but=()):
+    def __init__(self, but=(), known: KnownValues | None = None):
         super().__init__()
-        self.but = but
+        self.but, self.known = but, known
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = None
+        if self.known is not None and func is torch.ops.aten._local_scalar_dense.default:
+            value = self.known.item(args[0])
+            return func(*args) if value is None else value
         if func.namespace == "aten" and args and getattr(args[0], "is_meta", False):
             packet = func.overloadpacket
             result = None if packet in self.but else meta_result(packet.__name__, args, kwargs)
-        return func(*args, **kwargs) if result is None else result
+        result = func(*args, **kwargs) if result is None else result
+        if self.known is not None:
+            outputs = result if isinstance(result, (tuple, list)) else (result,)
+            self.known.note(func, args, kwargs, [y for y in outputs if isinstance(y, Tensor)])
+        return result
 
 
 def count_params(model: nn.Module) -> int:
