@@ -36,6 +36,7 @@ from timm_knapsack.training.evaluation import evaluate
 
 # weight of the labels, λ_KD, λ_IKD
 LOSSES = {"default": (None, 1.0, 20.0), "ce": (1.0, 0.0, 0.0), "kd": (1.0, 1.0, 0.0), "ikd": (1.0, 1.0, 20.0)}
+NAMES = {"default": "KD + inner KD", "ce": "CE", "kd": "CE + KD", "ikd": "CE + KD + inner KD"}
 RESULTS = Path(__file__).resolve().parent / "results" / "finetune_cifar10.jsonl"
 VIEWS = {field.name for field in dataclasses.fields(Augmentation)}
 TERMS = {field.name for field in dataclasses.fields(tk.DistillationConfig)}
@@ -138,9 +139,9 @@ def draw(path: Path, picture: Path) -> None:
     for panel, share in zip(panels[0], shares, strict=True):
         for row in known:
             if row["share"] == share:
-                label = f"{row['choice']}, {row['loss']}, seed {row['seed']}"
+                label = f"{row['choice']}, {NAMES[row['loss']]}, seed {row['seed']}"
                 panel.plot(range(len(row["curve"])), row["curve"], marker=".", label=label)
-        panel.axhline(known[0]["original"], color="black", linewidth=0.8)
+        panel.axhline(known[0]["original"], color="black", linewidth=0.8, label="original")
         panel.set(title=f"{share:.1%} of the MACs", xlabel="epoch (0: as it was recovered)", ylabel="top-1, %")
         panel.legend(fontsize=7)
     figure.tight_layout()
