@@ -244,7 +244,7 @@ def test_groups_of_another_model_are_refused_by_name():
                 use(other, groups, {})
 
 
-def test_the_config_of_a_cut_says_what_changed_and_nothing_else():
+def test_the_config_of_a_cut_says_what_changed_and_nothing_else(monkeypatch):
     net = Net()
     groups = groups_of(net)
     whole = channel_config_of(groups, {}, "net")
@@ -256,6 +256,9 @@ def test_the_config_of_a_cut_says_what_changed_and_nothing_else():
     assert one_less.kept == {"conv1.weight": {0: (0, 1, 2, 3, 4)}}
     kept = kept_outputs(groups, {"conv1": [0, 2]}, net)
     assert list(kept) == ["conv1"] and kept["conv1"].tolist() == [0, 2] and kept_outputs(groups, {}, net) == {}
+    with monkeypatch.context() as patch:  # as of a CondConv, whose kernels lie in one long dim
+        patch.setattr(cutting, "MOST_CHANNELS", 5)
+        assert channel_config_of(groups, {"conv1": range(5)}, "net").kept == {}
     features = {"class": "FeatureListNet", "out_indices": (1,)}
     assert channel_config_of(groups, {}, "net", None, features).features == features
 

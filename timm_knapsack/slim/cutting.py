@@ -16,6 +16,8 @@ from .kept_channels import of_layers, shared_too
 from .removed_blocks import without_modules
 from .wrappers import bare
 
+MOST_CHANNELS = 2**16  # of a layer: a longer dim holds whole kernels, one after the other (CondConv of EfficientNet-CC)
+
 
 def slice_model(model: nn.Module, groups: ChannelGroups, keep: Mapping[str, Tensor]) -> nn.Module:
     """A physically smaller copy of the model that keeps the chosen units; the model itself is left untouched.
@@ -148,8 +150,9 @@ def kept_outputs(groups: ChannelGroups, keep: Mapping[str, Tensor], model: nn.Mo
 
 
 def _outputs(groups: ChannelGroups, kept: Mapping[str, dict[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
-    """`kept_indices`, of the dims only along which a conv or linear makes its channels."""
+    """`kept_indices`, of the dims only along which a conv or linear makes its channels; not of flattened kernels."""
     made = {(s.param, s.dim) for group in groups for s in group.slices if s.role == "out"}
+    made = {(name, dim) for name, dim in made if groups.shapes[name][dim] <= MOST_CHANNELS}
     outputs = {n: {d: i for d, i in dims.items() if (n, d) in made} for n, dims in kept.items()}
     return {name: dims for name, dims in outputs.items() if dims}
 
