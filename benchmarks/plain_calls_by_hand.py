@@ -4,8 +4,8 @@
 
 The networks are those of nasty_nets.py. `tests/channels/test_nasty_networks.py` compares slim and masked networks that
 are cut to random widths; here the whole default runs, on 48 random images: value curves, trials, knapsack, cut,
-recovery, then a little of `refine` and one epoch of `finetune`. A line is "right",
-"frozen" (nothing can go), "refused" (our own error: read it) or "FAILED" (any other exception). Minutes on one core.
+recovery, then a little of `refine` and one epoch of `finetune`. A line is "right", "frozen" (nothing can go), "refused"
+(our own error: read it) or "FAILED" (any other exception). Minutes on one core.
 """
 
 import sys

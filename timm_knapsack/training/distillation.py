@@ -5,8 +5,8 @@ batch, so that several processes with equal batches average to the same number a
 
 - **CE**: cross-entropy with label smoothing; labels ``[B]`` or probabilities ``[B, classes]`` (mixup, cutmix). A label
   of -1 is none: such an image teaches through its teacher alone, and the mean is that of the labelled ones. Beside KD
-  it is left out unless ``ce_weight`` is given, as the recipes of the paper do: with labels the student
-  ends further from its teacher (docs/training.md).
+  it is left out unless ``ce_weight`` is given, as the recipes of the paper do: with labels the student ends further
+  from its teacher (docs/training.md).
 - **KD**: ``-Σ_i softmax(teacher / T)_i · log softmax(student / T)_i · T²``; ``T = 1`` is the paper's equation.
 - **IKD**: for every layer ``l`` the squared distance of the teacher's pre-activation map from ``M_l`` times the
   student's. The paper sums over positions, channels and layers; its published code takes the mean over the elements of
